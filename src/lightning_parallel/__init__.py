@@ -1,0 +1,12 @@
+"""Train an ordinary LightningModule on an n-dimensional device mesh."""
+
+from lightning_parallel.errors import ParallelConfigError as ParallelConfigError
+from lightning_parallel.errors import PlanError as PlanError
+from lightning_parallel.plan import ParallelPlan as ParallelPlan
+from lightning_parallel.strategies import DataParallel as DataParallel
+from lightning_parallel.strategies import FullyShardedDataParallel as FullyShardedDataParallel
+from lightning_parallel.strategies import HybridParallel as HybridParallel
+from lightning_parallel.strategies import TensorParallel as TensorParallel
+from lightning_parallel.strategies import register
+
+register()

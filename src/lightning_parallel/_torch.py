@@ -1,0 +1,52 @@
+"""The private torch names that this package needs, each with the reason."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+
+# A packed projection (query, key and value in one matrix) is split part by part. The placement that says so is
+# not exported yet, though ``fully_shard`` itself produces it for FSDP × TP.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+__all__ = ["StridedShard", "flatten_mesh", "install_rng_tracker", "queue_backward_callback", "shards_behind_url"]
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis over all ranks of ``mesh``: torch has no public name for it (torchtitan uses the same)."""
+    return mesh._flatten(name)
+
+
+def shards_behind_url(url: str) -> tuple[StorageReader, StorageWriter]:
+    """torch's reader and writer of shards behind a URL: ``dcp.save`` finds them by itself, but exports neither."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+    return FsspecReader(url), FsspecWriter(url)
+
+
+def install_rng_tracker(mesh: DeviceMesh, fallback: object) -> None:
+    """Make DTensor's random operations right on every device.
+
+    Where torch has a tracker (accelerators) it is installed without its synchronisation of all ranks, which would
+    give every data replica the same dropout masks. Elsewhere torch has none and every shard would draw the same
+    numbers, so ``fallback`` is installed, an object with ``_distribute_region``.
+    """
+    from torch.distributed.tensor import _random
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        supported = _random.is_rng_supported_mesh(mesh)
+    tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False) if supported else fallback
+    setattr(_random, "_rng_tracker", tracker)  # noqa: B010 - typed as torch's own class
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` at the end of the backward that is under way, as DDP and FSDP do."""
+    Variable._execution_engine.queue_callback(callback)

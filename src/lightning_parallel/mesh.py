@@ -1,0 +1,159 @@
+"""Sizes, ``"auto"``, and the named device mesh with the views that the rest asks for.
+
+A mesh has axes, a tensor has dims. Axes, outermost first: ``ddp`` (replicas), ``fsdp`` (shards), ``tp``.
+The *data rank* counts over ``ddp × fsdp``: ranks that share one see the same samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_parallel._torch import flatten_mesh
+from lightning_parallel.errors import ParallelConfigError
+
+AXES = ("ddp", "fsdp", "tp")
+Size = int | Literal["auto"]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in ascending order."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshSizes:
+    """How many devices each axis has; at most one of them ``"auto"``, the devices left over."""
+
+    ddp: Size = 1
+    fsdp: Size = 1
+    tp: Size = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in self.as_dict().items():
+            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ParallelConfigError(f'{axis}={size!r}: a size is a positive integer or "auto".')
+        autos = [axis for axis, size in self.as_dict().items() if size == "auto"]
+        if len(autos) > 1:
+            shown = " and ".join(f'{axis}="auto"' for axis in autos)
+            raise ParallelConfigError(
+                f"{shown}: only one axis can take the devices left over. Give {' or '.join(autos)} a number."
+            )
+
+    def as_dict(self) -> dict[str, Size]:
+        """Axis name to size, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def resolve(self, world_size: int) -> ResolvedSizes:
+        """Fill in ``"auto"``.
+
+        Raises:
+            ParallelConfigError: The sizes do not multiply to ``world_size``; the message names sizes that do.
+        """
+        sizes = self.as_dict()
+        fixed = prod(size for size in sizes.values() if size != "auto")
+        auto = next((axis for axis, size in sizes.items() if size == "auto"), None)
+        shown = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1"
+        if auto is not None and world_size % fixed == 0:
+            sizes[auto] = world_size // fixed
+        elif auto is not None or fixed != world_size:
+            raise ParallelConfigError(
+                f"{shown} does not fit {world_size} devices: "
+                + (f"{world_size} is not a multiple of {fixed}. " if auto else f"the product is {fixed}. ")
+                + self._remedy(world_size)
+            )
+        return ResolvedSizes(**{axis: int(size) for axis, size in sizes.items()})
+
+    def _remedy(self, world_size: int) -> str:
+        """The nearest change of one axis that makes the product right, else a way out that always works."""
+        fixed = {axis: size for axis, size in self.as_dict().items() if size != "auto"}
+        has_auto = len(fixed) < len(AXES)
+        for axis, size in fixed.items():
+            rest = prod(int(s) for a, s in fixed.items() if a != axis)
+            if size == 1 or world_size % rest:
+                continue
+            choices = divisors(world_size // rest) if has_auto else [world_size // rest]
+            nearest = min(choices, key=lambda choice, size=int(size): abs(choice - size))  # type: ignore[misc]
+            total = prod(int(s) for s in fixed.values())
+            return f"Use {axis}={nearest}, or a number of devices that is a multiple of {total}."
+        return f"Use fsdp={world_size} with the other axes at 1."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedSizes:
+    """Final sizes, one integer an axis."""
+
+    ddp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+
+    def as_dict(self) -> dict[str, int]:
+        """Axis name to size, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def data(self) -> int:
+        """Number of data ranks: how many ways the samples are split."""
+        return self.ddp * self.fsdp
+
+    @property
+    def world(self) -> int:
+        """Number of devices."""
+        return prod(self.as_dict().values())
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` lies on each axis (``tp`` innermost)."""
+        where = {}
+        for axis in reversed(AXES):
+            rank, where[axis] = divmod(rank, getattr(self, axis))
+        return {axis: where[axis] for axis in AXES}
+
+    def data_rank(self, rank: int) -> int:
+        """Position of ``rank`` among the data ranks."""
+        return rank // self.tp
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis}={size}" for axis, size in self.as_dict().items() if size > 1) or "one device"
+
+
+class ParallelMesh:
+    """The device mesh with every axis (size 1 included), and the views over it.
+
+    Needs an initialised default process group whose world size is ``sizes.world``.
+    """
+
+    def __init__(self, device_type: str, sizes: ResolvedSizes) -> None:
+        self.sizes = sizes
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            device_type, tuple(sizes.as_dict().values()), mesh_dim_names=AXES
+        )
+        self._data = flatten_mesh(self.device_mesh["ddp", "fsdp"], "data")
+
+    @property
+    def tp(self) -> DeviceMesh:
+        """The tensor axis, one-dimensional."""
+        return self.device_mesh["tp"]
+
+    @property
+    def ddp(self) -> DeviceMesh:
+        """The replica axis, one-dimensional."""
+        return self.device_mesh["ddp"]
+
+    @property
+    def fully_shard(self) -> DeviceMesh:
+        """What ``fully_shard`` takes: ``(fsdp,)``, or ``(ddp, fsdp)`` for hybrid sharding (HSDP)."""
+        return self.device_mesh["ddp", "fsdp"] if self.sizes.ddp > 1 else self.device_mesh["fsdp"]
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks that hold different samples: what logged values and metrics are reduced over."""
+        return self._data.get_group()
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's position among the data ranks."""
+        return self._data.get_local_rank()

@@ -1,0 +1,135 @@
+"""A tensor that is split over ``tp`` and stays so for the operations that allow it, and is gathered for the rest.
+
+Code outside the parallel layers is the user's: it may hand logits to ``F.cross_entropy``, but as well to a metric, to
+``argmax`` or to ``numpy``. A ``LazyShard`` stands in for the full tensor. Shape, dtype and device are the full tensor's.
+An operation on the list below keeps the split; any other sees the full, plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_map
+
+Handler = Callable[..., Any]
+
+# Element by element, or reshaping: the layout of the result follows from that of the input.
+_POINTWISE = (
+    Tensor.float, Tensor.to, Tensor.double, Tensor.bfloat16, Tensor.half, Tensor.type, Tensor.contiguous,
+    Tensor.__truediv__, Tensor.__mul__, Tensor.__rmul__, Tensor.mul, Tensor.div, torch.mul, torch.div,
+    torch.tanh, Tensor.tanh, Tensor.__neg__,
+)  # fmt: skip
+_RESHAPING = (
+    Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.transpose, torch.transpose,
+    Tensor.permute, Tensor.movedim, torch.movedim, Tensor.__getitem__, Tensor.unsqueeze, Tensor.squeeze,
+)  # fmt: skip
+PROPERTIES = frozenset({
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__, Tensor.layout.__get__,
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size,
+    Tensor.__len__, Tensor.stride, Tensor.is_contiguous,
+})  # fmt: skip
+
+
+class LazyShard(Tensor):
+    """Stand-in for a full tensor of which each ``tp`` rank holds a part along one dim.
+
+    Args:
+        sharded: DTensor over ``tp``; carries the autograd graph.
+        handlers: Functions that have a split version, called with the arguments as they are (a ``LazyShard`` among
+            them); a handler returns ``NotImplemented`` to fall back on the full tensor.
+    """
+
+    _sharded: DTensor
+    _handlers: Mapping[Any, Handler]
+    __slots__ = ["_handlers", "_sharded"]
+
+    @staticmethod
+    def __new__(cls, sharded: DTensor, handlers: Mapping[Any, Handler]) -> LazyShard:
+        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, sharded.shape, strides=sharded.stride(), dtype=sharded.dtype, device=sharded.device
+        )
+        self._sharded, self._handlers = sharded, handlers
+        return self  # type: ignore[no-any-return]
+
+    def __init__(self, sharded: DTensor, handlers: Mapping[Any, Handler]) -> None:
+        super().__init__()
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Of the tensor that this one stands for."""
+        return self._sharded.requires_grad
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """Of the tensor that this one stands for."""
+        return self._sharded.grad_fn
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"LazyShard(shape={tuple(self.shape)}, {self._sharded.placements[0]})"
+
+    def full(self) -> Tensor:
+        """The plain tensor, gathered over ``tp``; the same on every rank."""
+        return self._sharded.redistribute(placements=[Replicate()]).to_local()
+
+    def split_dim(self) -> int | None:
+        """The dim that is split, or ``None``."""
+        placement = self._sharded.placements[0]
+        return placement.dim if isinstance(placement, Shard) else None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in PROPERTIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], LazyShard) else None
+        handlers = first._handlers if first is not None else {}
+        for lazy in (value for value in (*args, *kwargs.values()) if isinstance(value, LazyShard)):
+            handlers = handlers or lazy._handlers
+        if func in handlers:
+            result = handlers[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        others = (*args[1:], *kwargs.values())
+        if first is not None and not any(isinstance(other, Tensor) and other.ndim for other in others):
+            if func in _POINTWISE:
+                return cls._apply(first, func, args, kwargs)
+            if func in _RESHAPING and (result := _try_reshape(first, func, args, kwargs)) is not None:
+                return result
+        args, kwargs = tree_map(lambda value: value.full() if isinstance(value, LazyShard) else value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} reached a tensor split over tp; call .full() on it first.")
+
+    @classmethod
+    def _apply(cls, lazy: LazyShard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Element-wise ``func`` on the local part."""
+        sharded = lazy._sharded
+        local = func(sharded.to_local(), *args[1:], **kwargs)
+        return cls(
+            DTensor.from_local(
+                local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+            ),
+            lazy._handlers,
+        )
+
+
+def _try_reshape(lazy: LazyShard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyShard | None:
+    """``func`` by DTensor's own rules when they keep the split, else ``None``."""
+    try:
+        result = func(lazy._sharded, *args[1:], **kwargs)
+    except (RuntimeError, NotImplementedError, IndexError):
+        return None  # the full tensor decides: it works, or raises torch's own error
+    kept = isinstance(result, DTensor) and isinstance(result.placements[0], Shard)
+    return LazyShard(result, lazy._handlers) if kept else None
+
+
+

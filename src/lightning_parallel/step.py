@@ -1,0 +1,169 @@
+"""Who runs forward and backward: here, Lightning does, and ``EagerStep`` prepares the module around it.
+
+[Note: the root's life]  What no block holds (embeddings, head, final norm) is one FSDP unit, the root's. It is gathered when a
+step begins, so that ``training_step`` may use any part of the module in any way, and given back when backward ends. FSDP
+learns of a backward from the *output* of the root's forward. A step whose backward comes after it (automatic
+optimisation) is therefore run as the root's forward. A backward inside the step (manual optimisation) gets its loss
+passed through a forward of its own, ``EagerStep.seen_by_root``, and afterwards the root is gathered again. Outside any
+step (a hook that samples from the model) each module that uses the root's parameters gathers them on demand, and
+``reshard`` drops the copies after every optimizer step, lest a later step computes with old weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils._pytree import tree_map
+
+from lightning_parallel.recipe import Parallelized
+from lightning_parallel.schemes.data import reduce_partial_gradients
+from lightning_parallel.schemes.tensor.lazy import LazyShard
+
+_ROOT_FORWARD = "_lightning_parallel_root_forward"
+
+
+class EagerStep:
+    """Runs steps and backwards of a parallelised module.
+
+    Args:
+        module: The LightningModule, after ``parallelize``.
+        parallelized: What ``parallelize`` returned.
+    """
+
+    def __init__(self, module: nn.Module, parallelized: Parallelized) -> None:
+        self.module, self.parallelized = module, parallelized
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        self._root = module if isinstance(module, FSDPModule) else None
+        self._job: Callable[[], Any] | None = None
+        self._depth = 0
+        if self._root is not None:
+            self._prepare_root(self._root)
+
+    def _prepare_root(self, root: FSDPModule) -> None:
+        assert isinstance(root, nn.Module)
+        setattr(root, _ROOT_FORWARD, self._run_job)
+        register_fsdp_forward_method(root, _ROOT_FORWARD)
+        self._as_root_forward(lambda: None)  # the first unit that runs becomes FSDP's root: this one
+        self.reshard()
+        below = {id(child) for block in self.parallelized.blocks if isinstance(block, FSDPModule) for child in block.modules()}
+        for owner in root.modules():
+            if owner is not root and id(owner) not in below and any(p is not None for p in owner._parameters.values()):
+                owner.register_forward_pre_hook(lambda *_: root.unshard(), prepend=True)
+
+    def _run_job(self) -> Any:
+        job, self._job = self._job, None
+        return job() if job else None
+
+    def _as_root_forward(self, job: Callable[[], Any]) -> Any:
+        """Run ``job`` as the root's forward. It takes no tensor: FSDP would tie the end of backward to it."""
+        if self._root is None:
+            return job()
+        self._job = job
+        return getattr(self._root, _ROOT_FORWARD)()
+
+    @contextmanager
+    def _rules(self) -> Iterator[None]:
+        """What must hold while the module computes: plain tensors count as replicas beside DTensors."""
+        with ExitStack() as stack:
+            if self.parallelized.is_split:
+                stack.enter_context(implicit_replication())
+                stack.enter_context(_slow_path_of_attention())
+            yield
+
+    def run(self, step: Callable[[], Any], *, keep_gathered: bool) -> Any:
+        """One step of the user's; DTensors in what it returns become plain tensors.
+
+        Args:
+            step: The call.
+            keep_gathered: A backward follows, which gives the root's parameters back; otherwise it is done here.
+        """
+        self._depth += 1
+        try:
+            with self._rules():
+                output = tree_map(plain, self._as_root_forward(step))
+        finally:
+            self._depth -= 1
+        if not keep_gathered or not _has_graph(output):
+            self.reshard()
+        return output
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward: reductions are started and, at the end, complete."""
+        reducer = self.parallelized.reducer
+        if reducer:
+            reducer.start()
+        with self._rules():
+            yield
+        if reducer:
+            reducer.finish()
+        if self._depth and self._root is not None:  # manual optimisation: the step goes on
+            self._root.unshard()
+
+    def seen_by_root(self, loss: Tensor) -> Tensor:
+        """The loss of a backward inside a step, as an output of the root."""
+        return self._as_root_forward(lambda: loss) if self._depth else loss  # type: ignore[no-any-return]
+
+    def finish_gradients(self) -> None:
+        """Sum what is partial over ``tp``; FSDP has done so for what it shards."""
+        if self.parallelized.is_split and not self.parallelized.is_sharded:
+            reduce_partial_gradients(self.module.parameters())
+
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Backwards in here add up gradients on each rank; the next one outside reduces the sum."""
+        reducer, sharded = self.parallelized.reducer, self._root
+        if reducer:
+            reducer.enabled = False
+        if sharded is not None:
+            sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            if reducer:
+                reducer.enabled = True
+            if sharded is not None:
+                sharded.set_requires_gradient_sync(True)
+
+    def reshard(self) -> None:
+        """Drop gathered copies of parameters, so that ``parameters()`` are the shards and nothing is stale."""
+        for unit in self._units:
+            unit.reshard()
+
+    def after_optimizer_step(self) -> None:
+        """Weights changed: gathered copies are old."""
+        self.reshard()
+        if self._depth and self._root is not None:
+            self._root.unshard()
+
+
+def plain(value: Any) -> Any:
+    """A DTensor as the plain full tensor, the same on every ``tp`` rank; anything else as it is."""
+    if isinstance(value, LazyShard):
+        return value.full()
+    if isinstance(value, DTensor):
+        return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim).to_local()
+    return value
+
+
+def _has_graph(output: Any) -> bool:
+    values = output.values() if isinstance(output, dict) else [output]
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
+
+@contextmanager
+def _slow_path_of_attention() -> Iterator[None]:
+    """torch's fused encoder layer reads its submodules' weights itself, past their parallel forwards."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

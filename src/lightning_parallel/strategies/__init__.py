@@ -1,0 +1,20 @@
+"""Lightning strategies: arguments turned into a mesh and a recipe."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_parallel.strategies.data import DataParallel as DataParallel
+from lightning_parallel.strategies.fully_sharded import FullyShardedDataParallel as FullyShardedDataParallel
+from lightning_parallel.strategies.hybrid import HybridParallel as HybridParallel
+from lightning_parallel.strategies.tensor import TensorParallel as TensorParallel
+
+
+def register() -> None:
+    """Make ``Trainer(strategy="hybrid_parallel")`` and the like work; Lightning has no entry point for it."""
+    for name, strategy in {
+        "data_parallel": DataParallel,
+        "fully_sharded_data_parallel": FullyShardedDataParallel,
+        "hybrid_parallel": HybridParallel,
+        "tensor_parallel": TensorParallel,
+    }.items():
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, strategy, description=strategy.__doc__.partition("\n")[0])

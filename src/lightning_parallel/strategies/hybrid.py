@@ -1,0 +1,91 @@
+"""All axes on one mesh."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.mesh import MeshSizes, Size
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.strategies.base import DEFAULT_TIMEOUT, MeshStrategy
+from lightning_parallel.strategies.data import DataParallel
+from lightning_parallel.strategies.fully_sharded import FullyShardedDataParallel
+from lightning_parallel.strategies.tensor import TensorParallel
+
+
+class HybridParallel(MeshStrategy):
+    """Replicas × shards × tensor parallel on one device mesh, for an unchanged LightningModule.
+
+    Each axis takes a size, ``"auto"`` (at most one: the devices left over), or the scheme's own strategy object with
+    its options.
+
+    Args:
+        ddp: Replicas: each holds a whole copy (of its shards) and gradients are averaged.
+        fsdp: Shards of parameters, gradients and optimizer state. With ``ddp`` this is hybrid sharding (HSDP).
+        tp: Tensor parallel: the ranks of one such group share a sample and split each layer.
+        plan: Glob of module name to role, or a ``ParallelPlan``. Default: the module's ``parallel_plan()``, else what a
+            Hugging Face model publishes.
+        compile: Compile each block; a dict is passed to ``torch.compile``.
+        token_weighted_loss: Weight a mean cross entropy by its number of valid tokens over the data ranks, so that
+            ranks with unequal numbers of ignored labels give one device's loss and gradients.
+        error_if_nonfinite: Raise on every rank, before the step, where the norm that gradients are clipped by is not
+            finite.
+        save_distributed_checkpoint: A folder with each rank's shards, or one whole file written by rank 0.
+        weights_only: As for ``torch.load``, where a checkpoint is restored by ``fit`` (Lightning does not pass its own).
+        process_group_backend: Backend of the default process group; by default the device's.
+        timeout: Of collectives.
+
+    Raises:
+        ParallelConfigError: Sizes that are no positive integers, or two ``"auto"``.
+    """
+
+    def __init__(
+        self,
+        *,
+        ddp: int | Literal["auto"] | DataParallel = 1,
+        fsdp: int | Literal["auto"] | FullyShardedDataParallel = "auto",
+        tp: int | Literal["auto"] | TensorParallel = 1,
+        plan: dict[str, str] | ParallelPlan | None = None,
+        compile: bool | dict[str, Any] = False,
+        token_weighted_loss: bool = False,
+        error_if_nonfinite: bool = False,
+        save_distributed_checkpoint: bool = True,
+        weights_only: bool | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+    ) -> None:
+        sizes = {"ddp": _size(ddp), "fsdp": _size(fsdp), "tp": _size(tp)}
+        others = [size for axis, size in sizes.items() if axis != "fsdp"]
+        if fsdp == "auto" and "auto" in others:
+            sizes["fsdp"] = 1  # the default gives way to an axis that asks for the rest
+        options: dict[str, Any] = {}
+        for axis, given, kind in (
+            ("ddp", ddp, DataParallel),
+            ("fsdp", fsdp, FullyShardedDataParallel),
+            ("tp", tp, TensorParallel),
+        ):
+            if isinstance(given, kind):
+                options |= given.options
+            elif isinstance(given, MeshStrategy):
+                raise ParallelConfigError(f"{axis}={type(given).__name__}(…): this axis takes a {kind.__name__}.")
+        if plan is None and isinstance(tp, TensorParallel):
+            plan = tp.requested_plan  # type: ignore[assignment]
+        super().__init__(
+            MeshSizes(**sizes),
+            plan=plan,
+            compile=compile,
+            token_weighted_loss=token_weighted_loss,
+            error_if_nonfinite=error_if_nonfinite,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            weights_only=weights_only,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            **options,
+        )
+
+
+def _size(given: Size | MeshStrategy) -> Any:
+    return given.requested_size if isinstance(given, MeshStrategy) else given
+
+
