@@ -47,7 +47,13 @@ class RankError(RuntimeError):
 
     def _message(self) -> str:
         head = f"rank {self.first.rank} {self.first.kind} first: {self.first.summary}"
-        parts = [f"--- rank {f.rank} {f.kind}: {f.summary}\n{f.detail.rstrip()}" for f in self.failures]
+        parts, shown = [], {}
+        for f in self.failures:
+            detail = f.detail.rstrip()
+            same_as = shown.setdefault(detail, f.rank)
+            if detail and same_as != f.rank:
+                detail = f"(the traceback of rank {same_as}, line for line)"
+            parts.append(f"--- rank {f.rank} {f.kind}: {f.summary}\n{detail}")
         return "\n".join([head, *parts])
 
 
