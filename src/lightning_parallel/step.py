@@ -43,6 +43,7 @@ class EagerStep:
         self._root = module if isinstance(module, FSDPModule) else None
         self._job: Callable[[], Any] | None = None
         self._depth = 0
+        self._sync = True
         if self._root is not None:
             self._prepare_root(self._root)
 
@@ -104,6 +105,9 @@ class EagerStep:
             yield
         if reducer:
             reducer.finish()
+        if self._sync and self.parallelized.is_split and not self.parallelized.is_sharded:
+            # FSDP sums over tp what it shards; this is for the rest.
+            reduce_partial_gradients(self.module.parameters())
         if self._depth and self._root is not None:  # manual optimisation: the step goes on
             self._root.unshard()
 
@@ -111,15 +115,11 @@ class EagerStep:
         """The loss of a backward inside a step, as an output of the root."""
         return self._as_root_forward(lambda: loss) if self._depth else loss  # type: ignore[no-any-return]
 
-    def finish_gradients(self) -> None:
-        """Sum what is partial over ``tp``; FSDP has done so for what it shards."""
-        if self.parallelized.is_split and not self.parallelized.is_sharded:
-            reduce_partial_gradients(self.module.parameters())
-
     @contextmanager
     def without_sync(self) -> Iterator[None]:
         """Backwards in here add up gradients on each rank; the next one outside reduces the sum."""
         reducer, sharded = self.parallelized.reducer, self._root
+        self._sync = False
         if reducer:
             reducer.enabled = False
         if sharded is not None:
@@ -127,6 +127,7 @@ class EagerStep:
         try:
             yield
         finally:
+            self._sync = True
             if reducer:
                 reducer.enabled = True
             if sharded is not None:
