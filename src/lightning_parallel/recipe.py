@@ -32,11 +32,20 @@ class Recipe:
 
 @dataclass(slots=True)
 class Parallelized:
-    """What the step needs to know about a module that went through ``parallelize``."""
+    """What the step needs to know about a module that went through ``parallelize``.
+
+    Attributes:
+        blocks: The repeated layers.
+        is_sharded: Parameters are in FSDP shards.
+        is_split: Parameters are split over ``tp``.
+        keeps_whole: Gathered parameters stay so through an accumulation window.
+        reducer: Averages gradients over replicas, where FSDP does not.
+    """
 
     blocks: list[nn.Module]
     is_sharded: bool
     is_split: bool
+    keeps_whole: bool
     reducer: GradientReducer | None
 
 
@@ -91,7 +100,7 @@ def parallelize(
         reducer = GradientReducer(
             module.parameters(), mesh.ddp.get_group(), find_unused_parameters=recipe.find_unused_parameters
         )
-    return Parallelized(blocks, is_sharded, split is not None, reducer)
+    return Parallelized(blocks, is_sharded, split is not None, recipe.fully_sharded.optimizer_state_only, reducer)
 
 
 def check_untouched(module: nn.Module) -> None:

@@ -12,10 +12,11 @@ step (a hook that samples from the model) each module that uses the root's param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_map
 from lightning_parallel.recipe import Parallelized
 from lightning_parallel.schemes.data import reduce_partial_gradients
 from lightning_parallel.schemes.tensor.lazy import LazyShard
+from lightning_parallel.schemes.token_weighting import TokenWeighting
 
 _ROOT_FORWARD = "_lightning_parallel_root_forward"
 
@@ -35,10 +37,13 @@ class EagerStep:
     Args:
         module: The LightningModule, after ``parallelize``.
         parallelized: What ``parallelize`` returned.
+        token_group: The data ranks, to weight the loss by tokens over them.
     """
 
-    def __init__(self, module: nn.Module, parallelized: Parallelized) -> None:
-        self.module, self.parallelized = module, parallelized
+    def __init__(
+        self, module: nn.Module, parallelized: Parallelized, token_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.module, self.parallelized, self._token_group = module, parallelized, token_group
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._root = module if isinstance(module, FSDPModule) else None
         self._job: Callable[[], Any] | None = None
@@ -88,7 +93,9 @@ class EagerStep:
         self._depth += 1
         try:
             with self._rules():
-                output = tree_map(plain, self._as_root_forward(step))
+                weighting = TokenWeighting(self._token_group) if self._token_group else nullcontext()
+                with weighting:
+                    output = tree_map(plain, self._as_root_forward(step))
         finally:
             self._depth -= 1
         if not keep_gathered or not _has_graph(output):
@@ -124,6 +131,7 @@ class EagerStep:
             reducer.enabled = False
         if sharded is not None:
             sharded.set_requires_gradient_sync(False)
+            sharded.set_reshard_after_backward(not self.parallelized.keeps_whole)
         try:
             yield
         finally:
@@ -132,6 +140,7 @@ class EagerStep:
                 reducer.enabled = True
             if sharded is not None:
                 sharded.set_requires_gradient_sync(True)
+                sharded.set_reshard_after_backward(True)
 
     def reshard(self) -> None:
         """Drop gathered copies of parameters, so that ``parameters()`` are the shards and nothing is stale."""

@@ -236,7 +236,8 @@ class MeshStrategy(ParallelStrategy):
         seed = self.broadcast(torch.initial_seed() % 2**63)
         result = parallelize(module, self.mesh, recipe, device=self.root_device, seed=seed)
         adapter.set_device(module, self.root_device)
-        self._step = EagerStep(module, result)
+        by_token = self._token_weighted_loss and self.mesh.sizes.data > 1
+        self._step = EagerStep(module, result, self.mesh.data_group if by_token else None)
         self._parallelized = weakref.ref(module)
         log.info("Plan: %s; %d blocks", source, len(result.blocks))
 
