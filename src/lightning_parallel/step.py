@@ -4,9 +4,9 @@
 step begins, so that ``training_step`` may use any part of the module in any way, and given back when backward ends. FSDP
 learns of a backward from the *output* of the root's forward. A step whose backward comes after it (automatic
 optimisation) is therefore run as the root's forward. A backward inside the step (manual optimisation) gets its loss
-passed through a forward of its own, ``EagerStep.seen_by_root``, and afterwards the root is gathered again. Outside any
-step (a hook that samples from the model) each module that uses the root's parameters gathers them on demand, and
-``reshard`` drops the copies after every optimizer step, lest a later step computes with old weights.
+passed through a forward of its own, ``EagerStep.seen_by_root``. After it, and outside any step (a hook that samples from
+the model), each module that uses the root's parameters gathers them on demand. ``reshard`` drops the copies after every
+optimizer step, lest a later forward computes with old weights.
 """
 
 from __future__ import annotations
@@ -115,8 +115,6 @@ class EagerStep:
         if self._sync and self.parallelized.is_split and not self.parallelized.is_sharded:
             # FSDP sums over tp what it shards; this is for the rest.
             reduce_partial_gradients(self.module.parameters())
-        if self._depth and self._root is not None:  # manual optimisation: the step goes on
-            self._root.unshard()
 
     def seen_by_root(self, loss: Tensor) -> Tensor:
         """The loss of a backward inside a step, as an output of the root."""

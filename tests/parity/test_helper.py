@@ -10,9 +10,10 @@ import pytest
 from lightning import LightningModule
 
 from tests.support.broken import InitialisedByRank, LossOfTheRank, OneGradientByRank
+from tests.support.comparison import Parity, Tolerance, compare, total_norm
 from tests.support.meshes import factorisations, mesh_id
 from tests.support.models import GAN, Classifier, EncoderLM, HandLlama, HuggingFaceLM, NanoGPT, OptimizerOptions
-from tests.support.parity import Parity, Tolerance, assert_same_training, compare, total_norm
+from tests.support.parity import assert_same_training
 from tests.support.pool import WorkerPool
 from tests.support.specs import describe
 from tests.support.training import GlobalBatchSampler, Record, Training, train

@@ -59,7 +59,8 @@ class WorkerPool:
         """Call `fn(*args, **kwargs)` on ranks 0 … world-1 and return what each returned, by rank.
 
         With more than one rank, each sees the environment that torchrun gives (`RANK`, `MASTER_PORT`, …), so
-        Lightning starts no processes of its own. With one rank there is no such environment: a plain process.
+        Lightning starts no processes of its own; and as under torchrun, torch.distributed can be initialised once a
+        call. With one rank there is no such environment: a plain process.
 
         Args:
             fn: A function that workers can import, so defined at the top level of a module.

@@ -107,20 +107,36 @@ class _Bucket:
         self.waiting, self.flat, self.work = len(self.parameters), None, None
 
 
+def _fill_buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
+    """Buckets of about ``BUCKET_BYTES``, of one dtype and device each, last parameters first."""
+    pending: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    buckets: list[_Bucket] = []
+    for parameter in reversed(parameters):
+        key = (parameter.dtype, parameter.device)
+        pending.setdefault(key, []).append(parameter)
+        sizes[key] = sizes.get(key, 0) + _local(parameter).numel() * parameter.element_size()
+        if sizes[key] >= BUCKET_BYTES:
+            buckets.append(_Bucket(pending.pop(key)))
+            del sizes[key]
+    return buckets + [_Bucket(rest) for rest in pending.values()]
+
+
 class GradientReducer:
     """Averages gradients over replicas, bucket by bucket, while backward still runs.
 
     Buckets fill in the reverse order of the parameters and are sent in that order on every rank, so that ranks
     which use different parameters still pair the same collectives; a gradient that one rank lacks counts as zero.
+    Frozen parameters are left out; when some are frozen or unfrozen, the buckets follow.
 
     [Note: unused parameters]  A parameter without a gradient on any rank keeps ``None``, as on one device. After the
     first window the ranks exchange which parameters were used. While they agree nothing more is exchanged, and a rank
     that departs from it raises; if they differ, or with ``find_unused_parameters``, they exchange it every time.
 
     Args:
-        parameters: All trained parameters, in the same order on every rank; DTensors are reduced shard by shard.
+        parameters: All parameters, in the same order on every rank; DTensors are reduced shard by shard.
         group: The replicas.
-        find_unused_parameters: The parameters used change from step to step.
+        find_unused_parameters: The parameters used change from backward to backward.
     """
 
     def __init__(
@@ -129,35 +145,46 @@ class GradientReducer:
         self.group, self.size = group, dist.get_world_size(group)
         self.enabled = True
         self._always = find_unused_parameters
-        self._expected: list[bool] | None = None
+        self._parameters = list(parameters)
+        self._hooked: set[nn.Parameter] = set()
+        self._buckets_of: dict[tuple[bool, ...], list[_Bucket]] = {}  # by which parameters are trained
+        self._expected: dict[tuple[bool, ...], list[bool]] = {}
+        self._layouts: dict[nn.Parameter, tuple[Placement, ...]] = {}  # of gradients that are DTensors, as last seen
+        self._trained: tuple[bool, ...] = ()
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        self._layouts: dict[nn.Parameter, tuple[Placement, ...]] = {}  # of gradients that are DTensors, as last seen
         self._next = 0
-        self._running = False
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._fill(trained)
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self._running = self._queued = False
+        self._follow()
 
-    def _fill(self, parameters: list[nn.Parameter]) -> None:
-        pending: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-        for parameter in reversed(parameters):
-            key = (parameter.dtype, parameter.device)
-            pending.setdefault(key, []).append(parameter)
-            sizes[key] = sizes.get(key, 0) + _local(parameter).numel() * parameter.element_size()
-            if sizes[key] >= BUCKET_BYTES:
-                self._buckets.append(_Bucket(pending.pop(key)))
-                del sizes[key]
-        self._buckets += [_Bucket(rest) for rest in pending.values()]
+    def _follow(self) -> None:
+        """Take the buckets of the parameters that are trained now."""
+        trained = tuple(parameter.requires_grad for parameter in self._parameters)
+        if trained == self._trained:
+            return
+        self._trained = trained
+        parameters = [p for p in self._parameters if p.requires_grad]
+        if trained not in self._buckets_of:
+            self._buckets_of[trained] = _fill_buckets(parameters)
+        self._buckets = self._buckets_of[trained]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        for parameter in parameters:
+            if parameter not in self._hooked:
+                self._hooked.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def start(self) -> None:
+        """Called before a backward: even a rank without any gradient takes part."""
+        if self.enabled and not self._running:
+            self._follow()
+            self._running = True
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if not self.enabled:
             return
-        if not self._running:
-            self._running = True
+        self.start()
+        if not self._queued:
+            self._queued = True
             queue_backward_callback(self.finish)
         bucket = self._bucket_of[parameter]
         bucket.waiting -= 1
@@ -181,7 +208,7 @@ class GradientReducer:
         """Send what is left, wait, and put the averages in place; runs at the end of each backward."""
         if not self._running or not self.enabled:
             return
-        self._running = False
+        self._running = self._queued = False
         used = [p.grad is not None for bucket in self._buckets for p in bucket.parameters]
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
@@ -198,13 +225,10 @@ class GradientReducer:
             bucket.reset()
         self._next = 0
 
-    def start(self) -> None:
-        """Called before a backward: even a rank without any gradient takes part."""
-        self._running = self._running or self.enabled
-
     def _used_anywhere(self, used: list[bool]) -> list[bool]:
-        if self._expected is not None and not self._always:
-            if used != self._expected:
+        expected = self._expected.get(self._trained)
+        if expected is not None and not self._always:
+            if used != expected:
                 raise RuntimeError(
                     "The parameters that got a gradient are not those of the first step. With replicas that is right only "
                     "with DataParallel(find_unused_parameters=True)."
@@ -214,7 +238,7 @@ class GradientReducer:
         counts = torch.tensor(used, dtype=torch.int32, device=device)
         dist.all_reduce(counts, group=self.group)
         agree = bool(((counts == 0) | (counts == self.size)).all())
-        self._expected, self._always = used, self._always or not agree
+        self._expected[self._trained], self._always = used, self._always or not agree
         return (counts > 0).tolist()  # type: ignore[no-any-return]
 
 

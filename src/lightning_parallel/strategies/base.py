@@ -37,6 +37,9 @@ from lightning_parallel.precision import adapt_precision
 from lightning_parallel.recipe import Recipe, parallelize
 from lightning_parallel.schemes.data import FullyShardedOptions
 from lightning_parallel.step import EagerStep
+from lightning_parallel.strategies.loaders import prepare_loader
+from lightning_parallel.strategies.lockstep import DataRanks, PeerCheck, gather_over
+from lightning_parallel.strategies.samplers import sampler_kwargs
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +90,7 @@ class MeshStrategy(ParallelStrategy):
         self._mesh: ParallelMesh | None = None
         self._step: EagerStep | None = None
         self._parallelized: weakref.ref[Module] | None = None
-        self._trainer: weakref.ref[pl.Trainer] | None = None
+        self._trainer: pl.Trainer | None = None
         self._random_is_synced = False
 
     # --- where: ranks, mesh, launch -----------------------------------------------------------------------------
@@ -138,7 +141,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         # Peers on the tp axis hold the same samples.
-        return {"num_replicas": self.mesh.sizes.data, "rank": self.mesh.data_rank}
+        return sampler_kwargs(self.mesh.data_rank, self.mesh.sizes.data)
 
     @override
     def _configure_launcher(self) -> None:
@@ -148,13 +151,12 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
-        trainer = model.trainer
-        if self._trainer is not None and self._trainer() is not trainer:
+        if self._trainer is not None and self._trainer is not model.trainer:
             raise ParallelConfigError(
                 f"This {type(self).__name__} already belongs to another Trainer: it holds that Trainer's mesh and module. "
                 "Make a new strategy for each Trainer."
             )
-        self._trainer = weakref.ref(trainer)
+        self._trainer = model.trainer
         super().connect(model)
 
     @override
@@ -170,6 +172,12 @@ class MeshStrategy(ParallelStrategy):
         )
         if self._mesh is None:
             self._mesh = ParallelMesh(self.root_device.type, sizes)
+            self._data_ranks = DataRanks(
+                rank=self.global_rank,
+                data_ranks=tuple(map(sizes.data_rank, range(sizes.world))),
+                gather=gather_over(None, self.root_device),
+            )
+            self._peer_check = PeerCheck(self._data_ranks)
             log.info("Mesh: %s", sizes)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
@@ -230,7 +238,8 @@ class MeshStrategy(ParallelStrategy):
             plan=plan,
             fully_sharded=self._fully_sharded,
             sequence_parallel=self._sequence_parallel,
-            find_unused_parameters=self._find_unused_parameters,
+            # With manual optimisation each backward is of other parameters.
+            find_unused_parameters=self._find_unused_parameters or not module.automatic_optimization,
             compile=self._compile,
         )
         seed = self.broadcast(torch.initial_seed() % 2**63)
@@ -280,8 +289,9 @@ class MeshStrategy(ParallelStrategy):
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = adapt_precision(
-            precision_plugin or Precision(), error_if_nonfinite=self._error_if_nonfinite
+        # None must stay None: Lightning takes anything else for the user's choice.
+        self._precision_plugin = precision_plugin and adapt_precision(
+            precision_plugin, error_if_nonfinite=self._error_if_nonfinite
         )
 
     @contextmanager
@@ -293,6 +303,22 @@ class MeshStrategy(ParallelStrategy):
                 return
             with torch.device("meta"):  # materialised in setup
                 yield
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self._trainer is not None and (stage := self._trainer.state.stage) is not None
+        limit = getattr(self._trainer, f"limit_{stage.dataloader_prefix}_batches")
+        return prepare_loader(dataloader, ranks=self._data_ranks, stage=stage, limit_batches=limit)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        assert self._trainer is not None
+        stage = self._trainer.state.stage
+        key = (stage, dataloader_idx, self._trainer.current_epoch)
+        self._peer_check(batch, key, f"{stage.dataloader_prefix if stage else 'a'}_dataloader")
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
