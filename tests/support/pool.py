@@ -26,6 +26,7 @@ from tests.support.worker import Call
 T = TypeVar("T")
 
 _TICK = 0.25  # seconds between looks at processes that say nothing
+_CLEAN_UP_LIMIT = 60.0  # seconds; far more than it takes on a busy machine
 
 
 class WorkerPool:
@@ -34,7 +35,7 @@ class WorkerPool:
     Args:
         size: Workers to start at the first call. A call on more ranks adds what is missing.
         start_timeout: Seconds that a worker may take to import everything.
-        grace: Seconds that the other ranks have to end once one has raised, and that cleaning up may take.
+        grace: Seconds that the other ranks have to end once one has raised.
     """
 
     def __init__(self, *, size: int = 4, start_timeout: float = 180.0, grace: float = 10.0) -> None:
@@ -154,8 +155,8 @@ class WorkerPool:
             worker.send("release")
         leaks = []
         for worker in workers:
-            if not worker.connection.poll(self._grace):
-                raise RankTimeout(_stop_hung([worker], f"did not clean up within {self._grace:.0f} s"))
+            if not worker.connection.poll(_CLEAN_UP_LIMIT):
+                raise RankTimeout(_stop_hung([worker], f"did not clean up within {_CLEAN_UP_LIMIT:.0f} s"))
             match worker.receive():
                 case ("clean", []):
                     pass
