@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint import (
     consolidate,
+    lay_out,
     load_model_state_dict,
     load_optimizer_state_dict,
     load_sharded,
@@ -308,6 +310,64 @@ def regroup(path: Path) -> None:
 
 def test_optimizer_states_go_by_name(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(regroup, tmp_path)
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"lr": torch.tensor(0.1), "foreach": False}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+]
+
+
+def every_optimizer(folder: Path) -> None:
+    for number, (kind, options) in enumerate(OPTIMIZERS):
+        module = build({"fsdp": 2})
+        fill(module)
+        optimizer = kind(module.parameters(), **options)
+        step(module, optimizer, 0)
+        full = copy.deepcopy(optimizer_state_dict(optimizer, module, full=True))  # plain tensors are the live ones
+        save_sharded(folder / f"{number}", checkpoint_of(module, [optimizer]))
+        named = load_sharded(folder / f"{number}", module)["optimizer_states"][0]
+        weights = whole(dict(module.state_dict()))
+        step(module, optimizer, 1)
+        for state in (full, named):
+            other = build({"fsdp": 2})
+            load_model_state_dict(other, weights)
+            resumed = kind(other.parameters(), **options)
+            load_optimizer_state_dict(resumed, other, state)
+            step(other, resumed, 1)
+            where = f"{kind.__name__} {options}"
+            assert_same(whole(resumed.state_dict()), whole(optimizer.state_dict()), where)
+            assert_same(whole(dict(other.state_dict())), whole(dict(module.state_dict())), where)
+
+
+def test_torchs_optimizers_resume(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(every_optimizer, tmp_path, world=2)
+
+
+def callback_loads_a_file(path: Path) -> None:
+    module = shard(nn.Sequential(nn.Linear(4, 6)), make_mesh(fsdp=2))
+    found = lay_out(read_file(path), module)
+    averaged = shard(nn.Sequential(nn.Linear(4, 6)), make_mesh(fsdp=2))
+    averaged.load_state_dict(found["state_dict"])
+    module.load_state_dict(found["nested"]["current_model_state"])
+    expected = torch.load(path)
+    assert_holds(dict(averaged.state_dict()), dict(expected["state_dict"]))
+    assert_holds(dict(module.state_dict()), expected["nested"]["current_model_state"])
+    assert found["epoch"] == 3
+    assert found["state_dict"]._metadata == expected["state_dict"]._metadata
+
+
+def test_a_file_can_be_laid_out_for_callbacks(pool: WorkerPool, tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(4, 6))
+    doubled = {name: value * 2 for name, value in module.state_dict().items()}
+    checkpoint = {"state_dict": module.state_dict(), "nested": {"current_model_state": doubled}, "epoch": 3}
+    torch.save(checkpoint, tmp_path / "file")
+    pool.run(callback_loads_a_file, tmp_path / "file", world=2)
 
 
 def extras(path: Path) -> None:

@@ -6,12 +6,15 @@ under ``optimizer_<i>.``, and ``meta.pt`` with the rest of the checkpoint. Each 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lightning_parallel.checkpoint.layout import copy_whole
 from lightning_parallel.checkpoint.names import parameter_names, plain_name
 from lightning_parallel.checkpoint.optimizer import like_parameter
 from lightning_parallel.checkpoint.storage import (
@@ -118,6 +121,30 @@ def load_sharded(
     with fs.open(f"{where}/{META_FILE}", "rb") as file:
         rest = torch.load(file, map_location=torch.device("cpu"), weights_only=weights_only)
     return _assemble(tree, rest)
+
+
+def lay_out(checkpoint: Any, module: nn.Module) -> Any:
+    """Give the whole tensors of a file the look of a folder that was read: shards where the module has them.
+
+    A plain tensor under a parameter's name and of its shape, anywhere in nested dicts, becomes a shard like the
+    parameter. So ``module.load_state_dict`` takes it in a callback that knows nothing of shards. No communication.
+    """
+    own = _named_tensors(module)
+
+    def convert(value: Any, like: Tensor | None = None) -> Any:
+        if isinstance(value, dict):
+            children = copy.copy(value)  # keeps the versions that torch attaches to a state dict
+            children.update((key, convert(child, own.get(plain_name(str(key))))) for key, child in value.items())
+            return children
+        if like is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        sharded = like_parameter(like, key=None, shape=value.shape, dtype=value.dtype)
+        if sharded is None:
+            return value
+        copy_whole(sharded, value)
+        return sharded
+
+    return convert(checkpoint)
 
 
 def _target(path: Path, shape: torch.Size, dtype: torch.dtype, own: Mapping[str, Tensor]) -> Tensor:
