@@ -19,6 +19,9 @@ from lightning_parallel.schemes.data import FullyShardedOptions, GradientReducer
 from lightning_parallel.schemes.tensor import TensorSplit
 
 
+_REDUCER = "_lightning_parallel_reducer"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """What to do to a module, apart from the mesh."""
@@ -96,10 +99,13 @@ def parallelize(
         split.install()
     set_prefetch(blocks, recipe.fully_sharded.prefetch)
     reducer = None
+    if (previous := module.__dict__.pop(_REDUCER, None)) is not None:  # of an earlier Trainer
+        previous.remove()
     if mesh.sizes.ddp > 1 and not is_sharded:
         reducer = GradientReducer(
             module.parameters(), mesh.ddp.get_group(), find_unused_parameters=recipe.find_unused_parameters
         )
+        module.__dict__[_REDUCER] = reducer
     return Parallelized(blocks, is_sharded, split is not None, recipe.fully_sharded.optimizer_state_only, reducer)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel._torch import queue_backward_callback
 from lightning_parallel.errors import ParallelConfigError
@@ -146,7 +147,7 @@ class GradientReducer:
         self.enabled = True
         self._always = find_unused_parameters
         self._parameters = list(parameters)
-        self._hooked: set[nn.Parameter] = set()
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._buckets_of: dict[tuple[bool, ...], list[_Bucket]] = {}  # by which parameters are trained
         self._expected: dict[tuple[bool, ...], list[bool]] = {}
         self._layouts: dict[nn.Parameter, tuple[Placement, ...]] = {}  # of gradients that are DTensors, as last seen
@@ -169,9 +170,13 @@ class GradientReducer:
         self._buckets = self._buckets_of[trained]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         for parameter in parameters:
-            if parameter not in self._hooked:
-                self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            if parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def remove(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self._hooks.values():
+            hook.remove()
 
     def start(self) -> None:
         """Called before a backward: even a rank without any gradient takes part."""
