@@ -173,6 +173,9 @@ class GradientReducer:
             if parameter not in self._hooks:
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the module (for weight averaging, say) is not trained and has nothing to reduce."""
+
     def remove(self) -> None:
         """Leave the parameters alone from now on."""
         for hook in self._hooks.values():
