@@ -35,7 +35,7 @@ class MeshSizes:
 
     def __post_init__(self) -> None:
         for axis, size in self.as_dict().items():
-            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            if size != "auto" and (type(size) is not int or size < 1):  # a bool is no size
                 raise ParallelConfigError(f'{axis}={size!r}: a size is a positive integer or "auto".')
         autos = [axis for axis, size in self.as_dict().items() if size == "auto"]
         if len(autos) > 1:
@@ -64,23 +64,24 @@ class MeshSizes:
             raise ParallelConfigError(
                 f"{shown} does not fit {world_size} devices: "
                 + (f"{world_size} is not a multiple of {fixed}. " if auto else f"the product is {fixed}. ")
-                + self._remedy(world_size)
+                + self._remedy(world_size, fixed, has_auto=auto is not None)
             )
         return ResolvedSizes(**{axis: int(size) for axis, size in sizes.items()})
 
-    def _remedy(self, world_size: int) -> str:
-        """The nearest change of one axis that makes the product right, else a way out that always works."""
-        fixed = {axis: size for axis, size in self.as_dict().items() if size != "auto"}
-        has_auto = len(fixed) < len(AXES)
-        for axis, size in fixed.items():
-            rest = prod(int(s) for a, s in fixed.items() if a != axis)
-            if size == 1 or world_size % rest:
+    def _remedy(self, world_size: int, fixed: int, *, has_auto: bool) -> str:
+        """The sizes nearest to each given one that make the product right, and the devices that the given ones need."""
+        choices = []
+        for axis, size in self.as_dict().items():
+            if size in (1, "auto") or world_size % (rest := fixed // int(size)):
                 continue
-            choices = divisors(world_size // rest) if has_auto else [world_size // rest]
-            nearest = min(choices, key=lambda choice, size=int(size): abs(choice - size))  # type: ignore[misc]
-            total = prod(int(s) for s in fixed.values())
-            return f"Use {axis}={nearest}, or a number of devices that is a multiple of {total}."
-        return f"Use fsdp={world_size} with the other axes at 1."
+            works = divisors(world_size // rest) if has_auto else [world_size // rest]
+            below = [number for number in works if number < int(size)][-1:]
+            above = [number for number in works if number > int(size)][:1]
+            choices += [f"{axis}={number}" for number in below + above]
+        devices = f"a multiple of {fixed} devices" if has_auto else f"{fixed} device{'s' if fixed > 1 else ''}"
+        if choices:
+            return f"Use {' or '.join(choices)}, or {devices}."
+        return f"Use {devices}, or give one axis the size {world_size} and the others 1."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
