@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_parallel._torch import StridedShard
+from lightning_parallel.checkpoint import model_state_dict, optimizer_state_dict
 from lightning_parallel.checkpoint.layout import blocks, copy_whole, gather, local
 
+META = {"epoch": 3, "global_step": 7, "lr_schedulers": [{"last_epoch": 7}], "hyper_parameters": {"width": 8}}
 VOCABULARY = 97  # a prime: uneven on every axis
 WIDTH = 8
 
@@ -184,3 +186,15 @@ def assert_same(observed: Any, expected: Any, where: str = "") -> None:
         assert torch.equal(observed, expected), where
     else:
         assert observed == expected, where
+
+
+def build(axes: dict[str, int]) -> Toy:
+    module = Toy()
+    if axes:
+        shard(module, make_mesh(**axes))
+    return module
+
+
+def checkpoint_of(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    states = [optimizer_state_dict(optimizer, module, full=False) for optimizer in optimizers]
+    return {**META, "state_dict": model_state_dict(module, full=False), "optimizer_states": states}

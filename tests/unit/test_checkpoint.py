@@ -30,20 +30,13 @@ from lightning_parallel.checkpoint import (
 from lightning_parallel.checkpoint.storage import on_first_rank, write_file
 from lightning_parallel.checkpoint.tree import flatten, put_back, take_shards
 from lightning_parallel.errors import ParallelConfigError
-from tests.support.checkpoints import Toy, assert_same, fill, make_optimizer, trained
-
-META = {"epoch": 1, "hyper_parameters": {"width": 8}}
-
-
-def checkpoint_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    state = optimizer_state_dict(optimizer, module, full=False)
-    return {**META, "state_dict": model_state_dict(module, full=False), "optimizer_states": [state]}
+from tests.support.checkpoints import META, Toy, assert_same, checkpoint_of, fill, make_optimizer, trained
 
 
 def save_toy(path: str | Path, kind: str = "adamw") -> tuple[Toy, torch.optim.Optimizer]:
     module = Toy()
     optimizer = trained(module, kind)
-    save_sharded(path, checkpoint_of(module, optimizer))
+    save_sharded(path, checkpoint_of(module, [optimizer]))
     return module, optimizer
 
 
@@ -117,7 +110,7 @@ class TestOptimizers:
         optimizer = make_optimizer(module, "sgd")
         values = {"momentum_buffer": None, "history": [1, 2], "by_number": {1: 2.0}, "empty": {}}
         optimizer.state[module.unused] = values
-        save_sharded(tmp_path / "folder", checkpoint_of(module, optimizer))
+        save_sharded(tmp_path / "folder", checkpoint_of(module, [optimizer]))
         (state,) = load_sharded(tmp_path / "folder", module)["optimizer_states"]
         other = make_optimizer(module, "sgd")
         load_optimizer_state_dict(other, module, state)
