@@ -48,23 +48,28 @@ class Role:
         Raises:
             PlanError: Unknown name or arguments; the message has the nearest role.
         """
-        match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text) if isinstance(text, str) else None
+        match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", str(text))  # YAML may hold something else
         if match is None or match[1] not in ROLES:
             seen = match[1] if match else str(text)
             near = difflib.get_close_matches(seen, ROLES, n=1)
             raise PlanError(
-                f"Unknown role {text!r}. " + (f"Did you mean {near[0]!r}? " if near else "") + f"Roles: {', '.join(ROLES)}."
+                f"Unknown role {text!r}. "
+                + (f"Did you mean {near[0]!r}? " if near else "")
+                + f"Roles: {', '.join(ROLES)}."
             )
         name, body = match[1], (match[2] or "").replace(" ", "")
         if name == "fused":
-            numbers = [int(n) if n.isdigit() else 0 for n in body.split(",")]
+            numbers = [int(n) if n.isdecimal() else 0 for n in body.split(",")]
             if min(numbers) < 1 or numbers == [1]:
-                raise PlanError(f"{text!r}: fused takes the number of equal parts, fused(3), or a ratio, fused(4, 1, 1).")
+                raise PlanError(
+                    f"{text!r}: fused takes the number of equal parts, fused(3), or a ratio, fused(4, 1, 1)."
+                )
             return cls(name, (1,) * numbers[0] if len(numbers) == 1 else tuple(numbers))
         if name == "colwise" and (heads := re.fullmatch(r"heads=([1-9]\d*)", body)):
             return cls(name, heads=int(heads[1]))
         if body:
-            raise PlanError(f"{text!r}: the role {name!r} takes no arguments.")
+            takes = "nothing, or a number of heads, colwise(heads=8)" if name == "colwise" else "no arguments"
+            raise PlanError(f"{text!r}: {name} takes {takes}.")
         return cls(name)
 
     def __str__(self) -> str:
@@ -92,12 +97,15 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         if not isinstance(self.roles, Mapping):
             raise PlanError(f"A plan maps globs of module names to roles, got {type(self.roles).__name__}.")
+        odd = [glob for glob in self.roles if not isinstance(glob, str)]
+        if odd:
+            raise PlanError(f"{self.source}: {odd[0]!r} is no glob. A plan maps globs of module names (text) to roles.")
         object.__setattr__(self, "parsed", {glob: Role.parse(text) for glob, text in self.roles.items()})
 
     @classmethod
     def of(cls, plan: ParallelPlan | Mapping[str, str], source: str) -> ParallelPlan:
-        """The plan itself, or one made of a mapping."""
-        return plan if isinstance(plan, cls) else cls(plan, source)  # type: ignore[arg-type]
+        """The same roles, known to come from ``source``."""
+        return cls(plan.roles if isinstance(plan, ParallelPlan) else plan, source)
 
     def resolve(self, module: nn.Module) -> dict[str, Role]:
         """Module name to role, for every module that a glob matches.
@@ -174,9 +182,15 @@ def _is_homogeneous(module: nn.Module) -> bool:
 
 
 def find_plan(
-    explicit: ParallelPlan | Mapping[str, str] | None, module: nn.Module
+    explicit: ParallelPlan | Mapping[str, str] | None, module: nn.Module, *, published: bool = True
 ) -> tuple[ParallelPlan | None, str]:
     """The first of: the strategy's ``plan=``, the module's ``parallel_plan()``, a published Hugging Face plan.
+
+    Args:
+        explicit: The strategy's argument.
+        module: The LightningModule.
+        published: Look for a published plan. It speaks of tensor parallelism only, so without that it need not be one
+            that this package can follow.
 
     Returns:
         The plan (or ``None``) and where it came from. Inference from the structure is the seam left open here.
@@ -189,7 +203,7 @@ def find_plan(
         return ParallelPlan.of(own(), source), source
     from lightning_parallel.huggingface import published_plan
 
-    plan = published_plan(module)
+    plan = published_plan(module) if published else None
     return (plan, plan.source) if plan else (None, "no plan")
 
 

@@ -230,7 +230,7 @@ class MeshStrategy(ParallelStrategy):
         return self._step
 
     def _parallelize(self, module: pl.LightningModule) -> None:
-        plan, source = find_plan(self._plan, module)
+        plan, source = find_plan(self._plan, module, published=self.mesh.sizes.tp > 1)
         self._check_agreement(module)
         self._sync_random()
         module = self.precision_plugin.convert_module(module)  # type: ignore[assignment]
@@ -364,7 +364,12 @@ class MeshStrategy(ParallelStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        def stepped() -> Any:
+            result = closure()
+            self.step.before_optimizer_step()
+            return result
+
+        output = super().optimizer_step(optimizer, stepped, model, **kwargs)
         self.step.after_optimizer_step()
         return output
 
