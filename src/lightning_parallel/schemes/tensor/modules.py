@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map
 
-from lightning_parallel._torch import StridedShard
+from lightning_parallel._torch import StridedShard, plain_tensors_as_replicas
 from lightning_parallel.errors import PlanError
 from lightning_parallel.schemes.tensor.fused import FUSED_HANDLERS
 from lightning_parallel.schemes.tensor.lazy import PROPERTIES, LazyShard
@@ -76,6 +76,8 @@ def replicated(x: Tensor, tp: DeviceMesh) -> DTensor:
         x = x._sharded
     if not isinstance(x, DTensor):
         return DTensor.from_local(x, tp, [Replicate()], run_check=False)
+    if isinstance(x.placements[0], Replicate):
+        return x  # a redistribution to what it is would all-reduce a partial gradient that its source may scatter
     return x.redistribute(placements=[Replicate()])
 
 
@@ -98,6 +100,21 @@ def wrap_shards(local: Tensor, tp: DeviceMesh, dim: int, size: int, parts: tuple
     stride = torch.empty(shape, device="meta").stride()
     placement = Shard(dim) if len(parts) == 1 else StridedShard(dim, split_factor=len(parts))
     return DTensor.from_local(local, tp, [placement], run_check=False, shape=shape, stride=stride)
+
+
+@contextmanager
+def global_view() -> Iterator[None]:
+    """Let plain tensors count as replicas beside DTensors, as long as it lasts.
+
+    torch's fused encoder layer is off meanwhile: it reads its submodules' weights itself, past their forwards.
+    """
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with plain_tensors_as_replicas():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def sequence_dim(x: Tensor) -> int:
@@ -261,7 +278,13 @@ def region_forward(original: Forward, state: ModuleState, *args: Any, **kwargs: 
 
 
 def block_forward(original: Forward, state: ModuleState, is_last: bool, *args: Any, **kwargs: Any) -> Any:
-    """A repeated block under sequence parallelism: the residual stream enters sharded, and leaves whole at the end."""
+    """A repeated block: with sequence parallelism the residual stream enters sharded, and leaves whole at the end.
+
+    It brings its own rules, so that it may be called outside a step too (a callback that samples from the model).
+    """
+    if not state.shards_sequence:
+        with global_view():
+            return original(*args, **kwargs)
     tp = state.context.tp
     hidden = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()), None)
 
@@ -273,7 +296,8 @@ def block_forward(original: Forward, state: ModuleState, is_last: bool, *args: A
         return replicated(x, tp) if x.requires_grad or isinstance(x, LazyShard) else x
 
     args, kwargs = convert(come_in, args, kwargs)
-    out = original(*args, **kwargs)
+    with global_view():
+        out = original(*args, **kwargs)
     return tree_map(leave, out) if is_last else out
 
 
