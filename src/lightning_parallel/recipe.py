@@ -15,7 +15,13 @@ from lightning_parallel.errors import ParallelConfigError, PlanError
 from lightning_parallel.materialize import Materializer
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan, repeated_blocks
-from lightning_parallel.schemes.data import FullyShardedOptions, GradientReducer, set_prefetch, shard_unit
+from lightning_parallel.schemes.data import (
+    FullyShardedOptions,
+    GradientReducer,
+    cannot_be_sharded,
+    set_prefetch,
+    shard_unit,
+)
 from lightning_parallel.schemes.tensor import TensorSplit
 
 
@@ -42,13 +48,15 @@ class Parallelized:
         is_sharded: Parameters are in FSDP shards.
         is_split: Parameters are split over ``tp``.
         keeps_whole: Gathered parameters stay so through an accumulation window.
-        reducer: Averages gradients over replicas, where FSDP does not.
+        unsharded: The parameters that FSDP does not hold.
+        reducer: Averages their gradients over the data ranks.
     """
 
     blocks: list[nn.Module]
     is_sharded: bool
     is_split: bool
     keeps_whole: bool
+    unsharded: list[nn.Parameter]
     reducer: GradientReducer | None
 
 
@@ -101,12 +109,12 @@ def parallelize(
     reducer = None
     if (previous := module.__dict__.pop(_REDUCER, None)) is not None:  # of an earlier Trainer
         previous.remove()
-    if mesh.sizes.ddp > 1 and not is_sharded:
-        reducer = GradientReducer(
-            module.parameters(), mesh.ddp.get_group(), find_unused_parameters=recipe.find_unused_parameters
-        )
+    unsharded = [p for p in module.parameters() if not is_sharded or cannot_be_sharded(p)]
+    if mesh.sizes.data > 1 and unsharded:
+        reducer = GradientReducer(unsharded, mesh.data_group, find_unused_parameters=recipe.find_unused_parameters)
         module.__dict__[_REDUCER] = reducer
-    return Parallelized(blocks, is_sharded, split is not None, recipe.fully_sharded.optimizer_state_only, reducer)
+    keeps_whole = recipe.fully_sharded.optimizer_state_only
+    return Parallelized(blocks, is_sharded, split is not None, keeps_whole, unsharded, reducer)
 
 
 def check_untouched(module: nn.Module) -> None:

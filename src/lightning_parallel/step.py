@@ -112,9 +112,9 @@ class EagerStep:
             yield
         if reducer:
             reducer.finish()
-        if self._sync and self.parallelized.is_split and not self.parallelized.is_sharded:
+        if self._sync and self.parallelized.is_split and self.parallelized.unsharded:
             # FSDP sums over tp what it shards; this is for the rest.
-            reduce_partial_gradients(self.module.parameters())
+            reduce_partial_gradients(self.parallelized.unsharded)
 
     def seen_by_root(self, loss: Tensor) -> Tensor:
         """The loss of a backward inside a step, as an output of the root."""
@@ -144,6 +144,11 @@ class EagerStep:
         """Drop gathered copies of parameters, so that ``parameters()`` are the shards and nothing is stale."""
         for unit in self._units:
             unit.reshard()
+
+    def before_optimizer_step(self) -> None:
+        """A second optimizer of one step: hooks find gradients on ``parameters()``, which the first had gathered."""
+        if self._depth:
+            self.reshard()
 
     def after_optimizer_step(self) -> None:
         """Weights changed: gathered copies are old."""

@@ -52,6 +52,14 @@ def mixed_precision_policy(given: MixedPrecisionPolicy | Mapping[str, Any] | Non
     return MixedPrecisionPolicy(**values)
 
 
+def cannot_be_sharded(parameter: nn.Parameter) -> bool:
+    """Whether ``fully_shard`` refuses the parameter: it takes no scalars (a learnt temperature, a gate).
+
+    They stay whole on every rank, and their gradients are averaged as replicas' are.
+    """
+    return parameter.ndim == 0
+
+
 def shard_unit(unit: nn.Module, mesh: DeviceMesh, options: FullyShardedOptions, *, is_root: bool) -> None:
     """Fully shard what ``unit`` holds and nothing below it has taken.
 
@@ -84,6 +92,7 @@ def shard_unit(unit: nn.Module, mesh: DeviceMesh, options: FullyShardedOptions, 
         offload_policy=CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
         if options.cpu_offload
         else OffloadPolicy(),
+        ignored_params={parameter for parameter in unit.parameters() if cannot_be_sharded(parameter)},
     )
 
 
