@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 # A packed projection (query, key and value in one matrix) is split part by part. The placement that says so is
 # not exported yet, though ``fully_shard`` itself produces it for FSDP × TP.
@@ -50,3 +52,15 @@ def install_rng_tracker(mesh: DeviceMesh, fallback: object) -> None:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` at the end of the backward that is under way, as DDP and FSDP do."""
     Variable._execution_engine.queue_callback(callback)
+
+
+@contextmanager
+def plain_tensors_as_replicas() -> Iterator[None]:
+    """``implicit_replication``, which may be nested: torch's own switches it off for the outer one too."""
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before

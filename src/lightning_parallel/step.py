@@ -12,20 +12,19 @@ optimizer step, lest a later forward computes with old weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_map
 
 from lightning_parallel.recipe import Parallelized
 from lightning_parallel.schemes.data import reduce_partial_gradients
 from lightning_parallel.schemes.tensor.lazy import LazyShard
+from lightning_parallel.schemes.tensor.modules import global_view
 from lightning_parallel.schemes.token_weighting import TokenWeighting
 
 _ROOT_FORWARD = "_lightning_parallel_root_forward"
@@ -76,11 +75,8 @@ class EagerStep:
 
     @contextmanager
     def _rules(self) -> Iterator[None]:
-        """What must hold while the module computes: plain tensors count as replicas beside DTensors."""
-        with ExitStack() as stack:
-            if self.parallelized.is_split:
-                stack.enter_context(implicit_replication())
-                stack.enter_context(_slow_path_of_attention())
+        """What must hold while the module computes."""
+        with global_view() if self.parallelized.is_split else nullcontext():
             yield
 
     def run(self, step: Callable[[], Any], *, keep_gathered: bool) -> Any:
@@ -169,14 +165,3 @@ def plain(value: Any) -> Any:
 def _has_graph(output: Any) -> bool:
     values = output.values() if isinstance(output, dict) else [output]
     return any(isinstance(value, Tensor) and value.requires_grad for value in values)
-
-
-@contextmanager
-def _slow_path_of_attention() -> Iterator[None]:
-    """torch's fused encoder layer reads its submodules' weights itself, past their parallel forwards."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)

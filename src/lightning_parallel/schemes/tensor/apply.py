@@ -120,7 +120,7 @@ class TensorSplit:
             child.forward = partial(forwards.whole_forward, child.forward, state, places, is_leaf)
         if name in regions:
             child.forward = partial(forwards.region_forward, child.forward, state)
-        if name in self.blocks and self.context.sequence_parallel:
+        if name in self.blocks:
             last = name == self.blocks[-1] or name.rpartition(".")[0] != self._next_block(name).rpartition(".")[0]
             child.forward = partial(forwards.block_forward, child.forward, state, last)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map
 
 Handler = Callable[..., Any]
@@ -97,7 +97,7 @@ class LazyShard(Tensor):
             if result is not NotImplemented:
                 return result
         others = (*args[1:], *kwargs.values())
-        if first is not None and not any(isinstance(other, Tensor) and other.ndim for other in others):
+        if first is not None and not any(isinstance(other, Tensor) and not _is_constant(other) for other in others):
             if func in _POINTWISE:
                 return cls._apply(first, func, args, kwargs)
             if func in _RESHAPING and (result := _try_reshape(first, func, args, kwargs)) is not None:
@@ -113,13 +113,26 @@ class LazyShard(Tensor):
     def _apply(cls, lazy: LazyShard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Element-wise ``func`` on the local part."""
         sharded = lazy._sharded
-        local = func(sharded.to_local(), *args[1:], **kwargs)
+        args, kwargs = tree_map(_local_scalar, (args[1:], kwargs))
+        local = func(sharded.to_local(), *args, **kwargs)
         return cls(
             DTensor.from_local(
                 local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
             ),
             lazy._handlers,
         )
+
+
+def _is_constant(other: Tensor) -> bool:
+    """A number, or a scalar parameter (a learnt temperature): the same for every part."""
+    return other.ndim == 0 and (isinstance(other, DTensor) or not other.requires_grad)
+
+
+def _local_scalar(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    # Each rank's gradient is of its part alone, to be summed.
+    return value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def _try_reshape(lazy: LazyShard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyShard | None:
