@@ -151,7 +151,7 @@ def train(training: Training) -> Record:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*options.pop("callbacks", []), recorder],
-        **options,
+        **{"max_epochs": 1, **options},
     )
     trainer.fit(module, datamodule=GlobalBatches(module, count=count, batch=training.batch, seq=training.seq))
     return recorder.record

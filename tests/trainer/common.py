@@ -1,0 +1,95 @@
+"""What the tests of this folder share: a quiet Trainer on one device or on a mesh, and a logger that keeps everything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from torch import Generator
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.models import NANOGPT_PLAN, walk_tokens
+from tests.support.specs import Spec, build_strategy
+from tests.support.training import Arrays, full_array
+
+DDP: Spec = ("DataParallel", {})
+FSDP: Spec = ("FullyShardedDataParallel", {})
+TP: Spec = ("TensorParallel", {"plan": dict(NANOGPT_PLAN)})
+DDP_TP: Spec = ("HybridParallel", {"ddp": 2, "fsdp": 1, "tp": 2, "plan": dict(NANOGPT_PLAN)})
+FSDP_TP: Spec = ("HybridParallel", {"fsdp": 2, "tp": 2, "plan": dict(NANOGPT_PLAN)})
+
+
+def one_file(spec: Spec) -> Spec:
+    """The strategy, saving one whole file."""
+    assert isinstance(spec, tuple)
+    return spec[0], {**spec[1], "save_distributed_checkpoint": False}
+
+
+class MemoryLogger(Logger):
+    """Keeps every scalar that is logged on rank 0: name to values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[float]] = {}
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        for name, value in metrics.items():
+            self.seen.setdefault(name, []).append(float(value))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def make_trainer(strategy: Spec | None, *callbacks: Callback, **options: Any) -> Trainer:
+    """On the ranks of this pool call; without a strategy, one device."""
+    defaults: dict[str, Any] = {
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    return Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", 1)),
+        strategy="auto" if strategy is None else build_strategy(strategy),
+        callbacks=list(callbacks),
+        **{**defaults, **options},
+    )
+
+
+def weights(module: LightningModule) -> Arrays:
+    """Whole parameters by name. A collective."""
+    return {name: full_array(parameter) for name, parameter in module.named_parameters()}
+
+
+def largest_difference(left: Arrays, right: Arrays) -> float:
+    assert left.keys() == right.keys()
+    return max(float(np.abs(left[name] - right[name]).max()) for name in left)
+
+
+def token_loader(count: int, batch: int, *, seq: int = 8, seed: int = 3) -> DataLoader[Any]:
+    """Samples in order, to be dealt by whatever sampler Lightning injects."""
+    return DataLoader(TensorDataset(*walk_tokens(count, seq, Generator().manual_seed(seed))), batch_size=batch)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def seed() -> None:
+    torch.manual_seed(1234)
