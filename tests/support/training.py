@@ -140,7 +140,6 @@ def train(training: Training) -> Record:
         accelerator="cpu",
         devices=world,
         strategy="auto" if training.strategy is None else build_strategy(training.strategy),
-        max_epochs=1,
         accumulate_grad_batches=training.accumulate,
         gradient_clip_val=training.clip_val,
         gradient_clip_algorithm=training.clip_algorithm if training.clip_val is not None else None,
