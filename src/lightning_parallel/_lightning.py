@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities import types
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import (
     DistributedSamplerWrapper as DistributedSamplerWrapper,
@@ -29,15 +29,20 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.overrides.distributed import (
     UnrepeatedDistributedSamplerWrapper as UnrepeatedDistributedSamplerWrapper,
 )
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+# What Lightning annotates its strategies with.
+Path: TypeAlias = types._PATH
 
 
 def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
@@ -61,8 +66,8 @@ def init_process_group(
 
 
 def set_rank(rank: int) -> None:
-    """Who logs: Lightning keeps the rank on two function objects."""
-    rank_zero_only.rank = utilities_rank_zero_only.rank = rank
+    """Who logs: Lightning keeps the rank on a function."""
+    setattr(rank_zero_only, "rank", rank)  # noqa: B010 - the function's type does not say so
 
 
 def evaluation_loops(trainer: pl.Trainer) -> list[Any]:
@@ -144,3 +149,14 @@ def is_as_the_hook_returned_it(loader: object) -> bool:
     Lightning notes the arguments of whatever a hook builds, under this name, to build it again with another sampler.
     """
     return hasattr(loader, "__pl_saved_args")
+
+
+# WeightAveraging has no public way to give it another model to average.
+def average_of(callback: WeightAveraging) -> AveragedModel | None:
+    """The running average, from the callback's ``setup`` for fitting on."""
+    return callback._average_model
+
+
+def device_of_average(callback: WeightAveraging) -> torch.device | None:
+    """Where the user wants the average, if they said so."""
+    return None if callback._device is None else torch.device(callback._device)

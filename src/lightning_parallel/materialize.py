@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class Materializer:
     def _move(self, owner: nn.Module) -> list[str]:
         """Move own tensors, broadcast the real ones; returns the names of those that came from the meta device."""
         fresh = []
-        for store in (owner._parameters, owner._buffers):
+        stores: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for store in stores:
             for name, tensor in store.items():
                 if tensor is None:
                     continue
@@ -82,8 +84,9 @@ class Materializer:
         initialise = self._initialiser(owner)
         assert initialise is not None
         seed = zlib.crc32(f"{self.seed}:{self._names.get(id(owner), '')}".encode())
-        devices = [self.device] if self.device.type != torch.default_generator.device.type else []
-        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"), torch.no_grad():
+        on_host = self.device.type == torch.default_generator.device.type
+        fork: dict[str, Any] = {} if on_host else {"device_type": self.device.type}
+        with torch.random.fork_rng([] if on_host else [self.device], **fork), torch.no_grad():
             torch.manual_seed(seed)
             with torch.device(self.device):
                 initialise()
@@ -98,9 +101,9 @@ class Materializer:
         if callable(own):
             return own  # type: ignore[no-any-return]
         for model in self.module.modules():
-            if callable(getattr(model, "_init_weights", None)) and hasattr(model, "config"):
-                if any(child is owner for child in model.modules()):
-                    return lambda model=model: model._init_weights(owner)
+            initialise: Any = getattr(model, "_init_weights", None)
+            if callable(initialise) and hasattr(model, "config") and any(child is owner for child in model.modules()):
+                return partial(initialise, owner)
         return None
 
     def _check_initialisers(self) -> None:
@@ -111,9 +114,9 @@ class Materializer:
         ]
         if lacking:
             raise ParallelConfigError(
-                "Built on the meta device, without a way to give these their values: " + "; ".join(lacking[:5]) + ". "
-                "Define reset_parameters() in each class (it sets the parameters and buffers that it owns), or build the "
-                "module off the meta device."
+                f"Built on the meta device, without a way to give these their values: {'; '.join(lacking[:5])}. Define "
+                "reset_parameters() in each class (it sets the parameters and buffers that it owns), or build the module "
+                "off the meta device."
             )
 
 
@@ -126,10 +129,7 @@ def _own_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def fingerprint(module: nn.Module) -> str:
     """A digest of names, shapes, dtypes and devices of everything the module holds: what ranks must agree on."""
-    lines = [
-        f"{name} {tuple(t.shape)} {t.dtype} {t.is_meta} {t.requires_grad}"
-        for name, t in _all_tensors(module)
-    ]
+    lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.is_meta} {t.requires_grad}" for name, t in _all_tensors(module)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

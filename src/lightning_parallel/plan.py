@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -97,9 +97,11 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         if not isinstance(self.roles, Mapping):
             raise PlanError(f"A plan maps globs of module names to roles, got {type(self.roles).__name__}.")
-        odd = [glob for glob in self.roles if not isinstance(glob, str)]
-        if odd:
-            raise PlanError(f"{self.source}: {odd[0]!r} is no glob. A plan maps globs of module names (text) to roles.")
+        for glob in self.roles:
+            if type(glob) is not str:  # YAML reads 0: as a number
+                raise PlanError(
+                    f"{self.source}: {glob!r} is no glob. A plan maps globs of module names (text) to roles."
+                )
         object.__setattr__(self, "parsed", {glob: Role.parse(text) for glob, text in self.roles.items()})
 
     @classmethod
@@ -182,15 +184,18 @@ def _is_homogeneous(module: nn.Module) -> bool:
 
 
 def find_plan(
-    explicit: ParallelPlan | Mapping[str, str] | None, module: nn.Module, *, published: bool = True
+    explicit: ParallelPlan | Mapping[str, str] | None,
+    module: nn.Module,
+    *,
+    published: Callable[[nn.Module], ParallelPlan | None] | None = None,
 ) -> tuple[ParallelPlan | None, str]:
-    """The first of: the strategy's ``plan=``, the module's ``parallel_plan()``, a published Hugging Face plan.
+    """The first of: the strategy's ``plan=``, the module's ``parallel_plan()``, what ``published`` finds.
 
     Args:
         explicit: The strategy's argument.
         module: The LightningModule.
-        published: Look for a published plan. It speaks of tensor parallelism only, so without that it need not be one
-            that this package can follow.
+        published: Reads the plan that the model came with. Leave it out where nothing is split: such plans speak of
+            tensor parallelism only, and may hold what this package cannot follow.
 
     Returns:
         The plan (or ``None``) and where it came from. Inference from the structure is the seam left open here.
@@ -201,9 +206,7 @@ def find_plan(
     if callable(own):
         source = f"{type(module).__name__}.parallel_plan()"
         return ParallelPlan.of(own(), source), source
-    from lightning_parallel.huggingface import published_plan
-
-    plan = published_plan(module) if published else None
+    plan = published(module) if published else None
     return (plan, plan.source) if plan else (None, "no plan")
 
 

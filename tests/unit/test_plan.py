@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_parallel import ParallelConfigError, ParallelPlan, PlanError
+from lightning_parallel.huggingface import published_plan
 from lightning_parallel.plan import ROLES, Role, find_plan, matches, repeated_blocks
 from tests.support.models import (
     LLAMA_PLAN,
@@ -195,21 +196,21 @@ def test_the_strategys_plan_comes_first_then_the_modules_then_the_published_one(
     with torch.device("meta"):
         declaring, plain, none = Declaring(), HuggingFaceLM(), NanoGPT()
 
-    plan, source = find_plan(explicit, declaring)
+    plan, source = find_plan(explicit, declaring, published=published_plan)
     assert plan is not None
     assert (plan.roles, source) == (explicit, "plan=")
 
-    plan, source = find_plan(None, declaring)
+    plan, source = find_plan(None, declaring, published=published_plan)
     assert plan is not None
     assert (dict(plan.roles), source) == ({"model.lm_head": "vocab_out"}, "Declaring.parallel_plan()")
 
-    plan, source = find_plan(None, plain)
+    plan, source = find_plan(None, plain, published=published_plan)
     assert plan is not None
     assert plan.roles["model.model.layers.0.mlp.down_proj"] == "rowwise"
     assert source == "LlamaForCausalLM's published _tp_plan"
 
-    assert find_plan(None, plain, published=False) == (None, "no plan")
-    assert find_plan(None, none) == (None, "no plan")
+    assert find_plan(None, plain) == (None, "no plan")
+    assert find_plan(None, none, published=published_plan) == (None, "no plan")
 
 
 def test_errors_of_a_declared_plan_say_that_the_module_declared_it() -> None:

@@ -14,14 +14,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.types import _PATH, ReduceOp
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -29,7 +29,9 @@ from typing_extensions import override
 
 from lightning_parallel import _lightning as adapter
 from lightning_parallel import checkpoint as checkpoints
+from lightning_parallel._lightning import Path
 from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.huggingface import published_plan
 from lightning_parallel.materialize import fingerprint
 from lightning_parallel.mesh import MeshSizes, ParallelMesh, ResolvedSizes, Size
 from lightning_parallel.plan import ParallelPlan, find_plan
@@ -39,11 +41,12 @@ from lightning_parallel.schemes.data import FullyShardedOptions
 from lightning_parallel.step import EagerStep
 from lightning_parallel.strategies.loaders import prepare_loader
 from lightning_parallel.strategies.lockstep import DataRanks, PeerCheck, gather_over
+from lightning_parallel.strategies.plain_callbacks import prepare_callbacks, shard_averages
 from lightning_parallel.strategies.samplers import sampler_kwargs
 
 log = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT = default_pg_timeout
+DEFAULT_TIMEOUT: timedelta = default_pg_timeout
 
 
 class MeshStrategy(ParallelStrategy):
@@ -92,6 +95,7 @@ class MeshStrategy(ParallelStrategy):
         self._parallelized: weakref.ref[Module] | None = None
         self._trainer: pl.Trainer | None = None
         self._random_is_synced = False
+        self._has_averages = False
 
     # --- where: ranks, mesh, launch -----------------------------------------------------------------------------
 
@@ -153,8 +157,8 @@ class MeshStrategy(ParallelStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         if self._trainer is not None and self._trainer is not model.trainer:
             raise ParallelConfigError(
-                f"This {type(self).__name__} already belongs to another Trainer: it holds that Trainer's mesh and module. "
-                "Make a new strategy for each Trainer."
+                f"This {type(self).__name__} already belongs to another Trainer and holds its mesh and module. Make a new "
+                "strategy for each Trainer."
             )
         self._trainer = model.trainer
         super().connect(model)
@@ -181,6 +185,10 @@ class MeshStrategy(ParallelStrategy):
             log.info("Mesh: %s", sizes)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
+        assert self._trainer is not None
+        prepare_callbacks(
+            self._trainer.callbacks, self.lightning_module, is_parallel=self._is_parallel(self.lightning_module)
+        )
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero helpers who this process is."""
@@ -196,8 +204,9 @@ class MeshStrategy(ParallelStrategy):
         world, asked = self.cluster_environment.world_size(), self.num_processes * self.num_nodes
         if self.local_rank >= self.num_processes or world != asked:
             raise ParallelConfigError(
-                f"The launcher started {world} processes, the Trainer was asked for {asked} (devices={self.num_processes} × "
-                f"num_nodes={self.num_nodes}). They must agree: set devices to the processes on each node."
+                f"The launcher started {world} processes, the Trainer was asked for {asked} (devices="
+                f"{self.num_processes} × num_nodes={self.num_nodes}). They must agree: set devices to the number of "
+                "processes on each node, and num_nodes to the number of nodes."
             )
         return self._requested.resolve(world)
 
@@ -211,9 +220,10 @@ class MeshStrategy(ParallelStrategy):
             # A first forward of FSDP under inference mode breaks later training.
             loop.inference_mode = False
         module = self.lightning_module
-        if self._parallelized is None or self._parallelized() is not module:
+        if not self._is_parallel(module):
             self._parallelize(module)
         self.step.reshard()
+        self._has_averages = shard_averages(trainer.callbacks, module, self.root_device)
         for child in [*module.modules()]:
             if isinstance(child, Metric):
                 child.process_group = child.process_group or self.mesh.data_group
@@ -229,8 +239,11 @@ class MeshStrategy(ParallelStrategy):
         assert self._step is not None, "the module is parallelised in setup"
         return self._step
 
+    def _is_parallel(self, module: Module) -> bool:
+        return self._parallelized is not None and self._parallelized() is module
+
     def _parallelize(self, module: pl.LightningModule) -> None:
-        plan, source = find_plan(self._plan, module, published=self.mesh.sizes.tp > 1)
+        plan, source = find_plan(self._plan, module, published=published_plan if self.mesh.sizes.tp > 1 else None)
         self._check_agreement(module)
         self._sync_random()
         module = self.precision_plugin.convert_module(module)  # type: ignore[assignment]
@@ -308,7 +321,9 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self._trainer is not None and (stage := self._trainer.state.stage) is not None
+        assert self._trainer is not None
+        stage = self._trainer.state.stage
+        assert stage is not None
         limit = getattr(self._trainer, f"limit_{stage.dataloader_prefix}_batches")
         return prepare_loader(dataloader, ranks=self._data_ranks, stage=stage, limit_batches=limit)
 
@@ -432,19 +447,19 @@ class MeshStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
+            optimizer = optimizer.optimizer
         full = not self._save_distributed_checkpoint
         return checkpoints.optimizer_state_dict(
             optimizer, self.lightning_module, full=full, is_writer=self.is_global_zero
         )
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Path, storage_options: Any | None = None) -> None:
         path = self.broadcast(filepath)  # ranks may disagree: a timestamp, say
         if not self._save_distributed_checkpoint:
-            super().save_checkpoint(checkpoints.to_host(checkpoint, is_writer=self.is_global_zero), path, storage_options)
+            super().save_checkpoint(
+                checkpoints.to_host(checkpoint, is_writer=self.is_global_zero), path, storage_options
+            )
             return
         if storage_options is not None:
             raise ParallelConfigError(
@@ -453,7 +468,7 @@ class MeshStrategy(ParallelStrategy):
         checkpoints.save_sharded(path, checkpoint)
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
         # Lightning drops the Trainer's weights_only when it restores after setup.
         weights_only = self._weights_only if weights_only is None else weights_only
@@ -462,7 +477,11 @@ class MeshStrategy(ParallelStrategy):
             return checkpoints.load_sharded(
                 path, self.lightning_module, weights_only=weights_only, optimizers=bool(self.optimizers)
             )
-        return super().load_checkpoint(path, weights_only=weights_only)
+        checkpoint = super().load_checkpoint(path, weights_only=weights_only)
+        if self._has_averages:  # the callback loads its average, and the module's weights, itself
+            assert self.lightning_module is not None
+            checkpoint = checkpoints.lay_out(checkpoint, self.lightning_module)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -477,7 +496,7 @@ class MeshStrategy(ParallelStrategy):
             checkpoints.load_optimizer_state_dict(optimizer, self.lightning_module, state)
 
     @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: Path) -> None:
         if self.is_global_zero:
             checkpoints.remove(filepath)
 
