@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,10 +16,25 @@ from torch.distributed.tensor import DTensor
 # not exported yet, though ``fully_shard`` itself produces it for FSDP × TP.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+# Walks what a forward or a step takes and returns; the public torch.utils.pytree is another implementation, and newer.
+from torch.utils._pytree import tree_map
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-__all__ = ["StridedShard", "flatten_mesh", "install_rng_tracker", "queue_backward_callback", "shards_behind_url"]
+__all__ = [
+    "HOST",
+    "StridedShard",
+    "flatten_mesh",
+    "install_rng_tracker",
+    "plain_tensors_as_replicas",
+    "queue_backward_callback",
+    "shards_behind_url",
+    "tree_map",
+]
+
+# Memory that files are read into and written from: the same on every machine, whatever trains there.
+HOST = torch.device("cpu")
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
 
+from lightning_parallel._torch import tree_map
 from lightning_parallel.recipe import Parallelized
 from lightning_parallel.schemes.data import reduce_partial_gradients
 from lightning_parallel.schemes.tensor.lazy import LazyShard

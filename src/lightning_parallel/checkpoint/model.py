@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_parallel._torch import HOST
 from lightning_parallel.checkpoint.layout import copy_whole, gather
 from lightning_parallel.checkpoint.names import plain_name
 from lightning_parallel.checkpoint.tree import map_children
@@ -115,10 +116,10 @@ def to_host(tree: Any, *, is_writer: bool) -> Any:
 
 def _to_host(value: Tensor, is_writer: bool) -> Tensor:
     if not isinstance(value, DTensor):
-        return value.detach().to(torch.device("cpu")) if is_writer else value
+        return value.detach().to(HOST) if is_writer else value
     whole = gather(value)
     if not is_writer:
         return torch.empty(0)  # the gathered tensor is freed at once
-    whole = whole.to(torch.device("cpu"))
+    whole = whole.to(HOST)
     # FSDP pads its shards: a view of the padded storage would be saved with the padding.
     return whole.clone() if whole.untyped_storage().nbytes() != whole.nbytes else whole

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from lightning_parallel._torch import HOST
 from lightning_parallel.checkpoint.layout import Block, blocks, local
 from lightning_parallel.checkpoint.tree import Path
 
@@ -123,7 +124,7 @@ class BlockLoadPlanner(LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle a value that is no tensor."""
         self._targets[read_item.dest_index.fqn] = torch.load(
-            value, map_location=torch.device("cpu"), weights_only=self._weights_only
+            value, map_location=HOST, weights_only=self._weights_only
         )
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel._torch import HOST
 from lightning_parallel.checkpoint.layout import copy_whole
 from lightning_parallel.checkpoint.names import parameter_names, plain_name
 from lightning_parallel.checkpoint.optimizer import like_parameter
@@ -119,7 +120,7 @@ def load_sharded(
         set_at(tree, paths[name], value)
     fs, where = resolve(path)
     with fs.open(f"{where}/{META_FILE}", "rb") as file:
-        rest = torch.load(file, map_location=torch.device("cpu"), weights_only=weights_only)
+        rest = torch.load(file, map_location=HOST, weights_only=weights_only)
     return _assemble(tree, rest)
 
 

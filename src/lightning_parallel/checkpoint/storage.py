@@ -17,6 +17,8 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_parallel._torch import HOST
+
 PathOrURL = str | PathLike[str]
 T = TypeVar("T")
 
@@ -70,14 +72,13 @@ def read_file(path: PathOrURL, *, weights_only: bool | None = None) -> Any:
         weights_only: As for ``torch.load``: unless False, nothing but tensors and plain data is unpickled.
     """
     fs, where = resolve(path)
-    host = torch.device("cpu")
     if isinstance(fs, LocalFileSystem):
         # A file in torch's format from before 1.6 cannot be mapped.
         with contextlib.suppress(RuntimeError):
-            return torch.load(where, map_location=host, weights_only=weights_only, mmap=True)
-        return torch.load(where, map_location=host, weights_only=weights_only)
+            return torch.load(where, map_location=HOST, weights_only=weights_only, mmap=True)
+        return torch.load(where, map_location=HOST, weights_only=weights_only)
     with fs.open(where, "rb") as file:
-        return torch.load(file, map_location=host, weights_only=weights_only)
+        return torch.load(file, map_location=HOST, weights_only=weights_only)
 
 
 def write_file(path: PathOrURL, content: Any) -> None:

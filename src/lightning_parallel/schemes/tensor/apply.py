@@ -67,6 +67,7 @@ class TensorSplit:
         self._check_large()
         self._storages = self._plan_storages()
         self._stored: dict[int, nn.Parameter] = {}
+        self._replaced: list[nn.Parameter] = []
 
     def store_parameters(self, part: nn.Module) -> None:
         """Replace the parameters below ``part`` by DTensors over ``tp``; tied ones stay one parameter."""
@@ -78,13 +79,12 @@ class TensorSplit:
                 stored.__dict__.update(parameter.__dict__)
                 # The old parameter is kept so that its id is not given to another one while ties are looked up.
                 self._stored[id(parameter)] = stored
-                stored._replaces = parameter  # type: ignore[attr-defined]
+                self._replaced.append(parameter)
             owner._parameters[attribute] = self._stored[id(parameter)]
 
     def install(self) -> None:
         """Give every module the forward of its role."""
-        for stored in self._stored.values():
-            del stored._replaces
+        self._replaced.clear()
         register_attention()
         install_rng_tracker(self.tp, self.context.streams)
         share_heads(self.module, {n: r for n, r in self.roles.items() if self._in_local(n)}, self.tp.size())

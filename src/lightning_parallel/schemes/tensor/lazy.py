@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils._pytree import tree_map
+
+from lightning_parallel._torch import tree_map
 
 Handler = Callable[..., Any]
 

@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils._pytree import tree_map
 
-from lightning_parallel._torch import StridedShard, plain_tensors_as_replicas
+from lightning_parallel._torch import StridedShard, plain_tensors_as_replicas, tree_map
 from lightning_parallel.errors import PlanError
 from lightning_parallel.schemes.tensor.fused import FUSED_HANDLERS
 from lightning_parallel.schemes.tensor.lazy import PROPERTIES, LazyShard
