@@ -73,9 +73,9 @@ def gather_over(
 
     def gather(number: int) -> list[int]:
         own = torch.tensor([number], dtype=torch.int64, device=device)
-        everyone = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(everyone, own, group)
-        return [int(value) for value in everyone.tolist()]
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, own, group)
+        return [int(value) for value in torch.cat(everyone).tolist()]
 
     return gather
 

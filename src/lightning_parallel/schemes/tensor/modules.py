@@ -297,7 +297,8 @@ def block_forward(original: Forward, state: ModuleState, is_last: bool, *args: A
     args, kwargs = convert(come_in, args, kwargs)
     with global_view():
         out = original(*args, **kwargs)
-    return tree_map(leave, out) if is_last else out
+    # A clone: an in-place operation on a view would lose the hook that FSDP puts on a block's output.
+    return tree_map(lambda v: leave(v).clone() if isinstance(v, DTensor) else v, out) if is_last else out
 
 
 def embedding_forward(module: nn.Module, state: ModuleState) -> Forward:
