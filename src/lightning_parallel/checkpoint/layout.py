@@ -195,11 +195,9 @@ def _all_gather(part: Tensor, dim: int, lengths: Sequence[int], group: dist.Proc
     # As bytes: not every backend knows every dtype.
     sent = part.new_zeros(longest)
     sent[: part.numel()] = part.flatten()
-    received = part.new_empty(longest * len(shapes))
-    dist.all_gather_into_tensor(received.view(torch.uint8), sent.view(torch.uint8), group=group)
-    return [
-        flat[: shape.numel()].view(shape) for flat, shape in zip(torch.split(received, longest), shapes, strict=True)
-    ]
+    received = [torch.empty_like(sent) for _ in shapes]
+    dist.all_gather([flat.view(torch.uint8) for flat in received], sent.view(torch.uint8), group=group)
+    return [flat[: shape.numel()].view(shape) for flat, shape in zip(received, shapes, strict=True)]
 
 
 def _chunk(span: Span, parts: int) -> list[Span]:
