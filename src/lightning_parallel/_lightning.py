@@ -88,7 +88,10 @@ def set_device(module: nn.Module, device: torch.device) -> None:
 
 
 def reduce(tensor: Tensor, group: dist.ProcessGroup, reduce_op: Any) -> Tensor:
-    """All-reduce in place, with Lightning's names of operations (``"mean"`` for one)."""
+    """All-reduce, with Lightning's names of operations (``"mean"`` for one)."""
+    if reduce_op in ("mean", "avg") and not tensor.is_floating_point() and not tensor.is_complex():
+        # Lightning cuts the mean of integers to an integer, and divides sums over 3.5 samples a rank by 3.
+        tensor = tensor.to(torch.get_default_dtype())
     return _sync_ddp(tensor, group, reduce_op)
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Generator
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.support.models import NANOGPT_PLAN, walk_tokens
 from tests.support.specs import Spec, build_strategy
-from tests.support.training import Arrays, full_array
+from tests.support.training import Arrays, GlobalBatchSampler, full_array
 
 DDP: Spec = ("DataParallel", {})
 FSDP: Spec = ("FullyShardedDataParallel", {})
@@ -82,9 +83,41 @@ def largest_difference(left: Arrays, right: Arrays) -> float:
     return max(float(np.abs(left[name] - right[name]).max()) for name in left)
 
 
-def token_loader(count: int, batch: int, *, seq: int = 8, seed: int = 3) -> DataLoader[Any]:
-    """Samples in order, to be dealt by whatever sampler Lightning injects."""
-    return DataLoader(TensorDataset(*walk_tokens(count, seq, Generator().manual_seed(seed))), batch_size=batch)
+class GlobalBatchesInOrder(DistributedSampler[int]):
+    """Deals each global batch of training in order. Of a type that Lightning leaves alone."""
+
+    def __init__(self, count: int, batch: int, shares: Mapping[str, int]) -> None:
+        super().__init__(range(count), **shares, shuffle=False)  # type: ignore[arg-type]
+        self._indices = [*GlobalBatchSampler(count, batch, **shares)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+
+class Data(LightningDataModule):
+    """Training in the same global batches on every mesh; the other samples dealt by whatever sampler Lightning injects."""
+
+    def __init__(self, *, train: int = 24, batch: int = 8, val: int = 7, seq: int = 8) -> None:
+        super().__init__()
+        make = partial(walk_tokens, seq=seq)
+        self.train = TensorDataset(*make(train, generator=Generator().manual_seed(3)))
+        self.val = TensorDataset(*make(val, generator=Generator().manual_seed(4)))
+        self.batch = batch
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        shares = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler = GlobalBatchesInOrder(len(self.train), self.batch, shares)
+        return DataLoader(self.train, batch_size=self.batch // shares["num_replicas"], sampler=sampler)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val, batch_size=2)
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(self.val, batch_size=2)
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(self.val, batch_size=2)
 
 
 def rank() -> int:
