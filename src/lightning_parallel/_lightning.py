@@ -75,6 +75,11 @@ def evaluation_loops(trainer: pl.Trainer) -> list[Any]:
     return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
 
 
+def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks (an attribute that the class does not declare)."""
+    return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
+
+
 def optimizers_to_device(optimizers: Iterable[Optimizer], device: torch.device) -> None:
     """Move optimizer state to where the parameters are."""
     _optimizers_to_device(optimizers, device)

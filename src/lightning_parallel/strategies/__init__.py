@@ -17,4 +17,4 @@ def register() -> None:
         "tensor_parallel": TensorParallel,
     }.items():
         if name not in StrategyRegistry:
-            StrategyRegistry.register(name, strategy, description=strategy.__doc__.partition("\n")[0])
+            StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])

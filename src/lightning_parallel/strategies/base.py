@@ -14,42 +14,33 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.distributed import ReduceOp
-from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_parallel import _lightning as adapter
-from lightning_parallel import checkpoint as checkpoints
-from lightning_parallel._lightning import Path
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.huggingface import published_plan
 from lightning_parallel.materialize import fingerprint
-from lightning_parallel.mesh import MeshSizes, ParallelMesh, ResolvedSizes, Size
+from lightning_parallel.mesh import MeshSizes, Size
 from lightning_parallel.plan import ParallelPlan, find_plan
 from lightning_parallel.precision import adapt_precision
 from lightning_parallel.recipe import Recipe, parallelize
 from lightning_parallel.schemes.data import FullyShardedOptions
 from lightning_parallel.step import EagerStep
 from lightning_parallel.strategies.loaders import prepare_loader
-from lightning_parallel.strategies.lockstep import DataRanks, PeerCheck, gather_over
 from lightning_parallel.strategies.plain_callbacks import prepare_callbacks, shard_averages
-from lightning_parallel.strategies.samplers import sampler_kwargs
+from lightning_parallel.strategies.ranks import DEFAULT_TIMEOUT
+from lightning_parallel.strategies.saving import SavingStrategy
 
 log = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT: timedelta = default_pg_timeout
 
-
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(SavingStrategy):
     """Trains an unchanged LightningModule on a mesh. Use one of the public strategies, which give it its sizes.
 
     Attributes:
@@ -77,8 +68,7 @@ class MeshStrategy(ParallelStrategy):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
         self._error_if_nonfinite = error_if_nonfinite  # read by the setter that the base calls
-        super().__init__()
-        self._requested = sizes
+        super().__init__(sizes, process_group_backend=process_group_backend, timeout=timeout)
         self._plan = plan
         self._fully_sharded = fully_sharded or FullyShardedOptions()
         self._sequence_parallel = sequence_parallel
@@ -87,130 +77,21 @@ class MeshStrategy(ParallelStrategy):
         self._token_weighted_loss = token_weighted_loss
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._weights_only = weights_only
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self.num_nodes = 1
-        self._mesh: ParallelMesh | None = None
-        self._step: EagerStep | None = None
         self._parallelized: weakref.ref[Module] | None = None
-        self._trainer: pl.Trainer | None = None
         self._random_is_synced = False
-        self._has_averages = False
 
-    # --- where: ranks, mesh, launch -----------------------------------------------------------------------------
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning asks: without it no sampler is injected and ``sync_dist`` is ignored."""
-        return True
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of the default process group; ``None`` until it is chosen by the device."""
-        return self._process_group_backend
-
-    @property
-    def mesh(self) -> ParallelMesh:
-        """The mesh and its views.
-
-        Raises:
-            RuntimeError: Before the Trainer has set up the processes.
-        """
-        if self._mesh is None:
-            raise RuntimeError("The mesh exists once trainer.fit, validate, test or predict has set up the processes.")
-        return self._mesh
-
-    @property
-    def device_mesh(self) -> torch.distributed.device_mesh.DeviceMesh:
-        """torch's device mesh with the axes ``ddp``, ``fsdp`` and ``tp``."""
-        return self.mesh.device_mesh
-
-    @property
-    def mesh_sizes(self) -> dict[str, int]:
-        """Axis name to size, outermost first; what ``"auto"`` became included."""
-        return self.mesh.sizes.as_dict()
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Peers on the tp axis hold the same samples.
-        return sampler_kwargs(self.mesh.data_rank, self.mesh.sizes.data)
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = adapter.subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    @override
-    def connect(self, model: pl.LightningModule) -> None:
-        if self._trainer is not None and self._trainer is not model.trainer:
-            raise ParallelConfigError(
-                f"This {type(self).__name__} already belongs to another Trainer and holds its mesh and module. Make a new "
-                "strategy for each Trainer."
-            )
-        self._trainer = model.trainer
-        super().connect(model)
+    # --- set-up -------------------------------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        adapter.reset_seed()
-        self.set_world_ranks()
-        sizes = self._resolve_sizes()
-        self._process_group_backend = self._process_group_backend or adapter.default_backend(self.root_device)
-        assert self.cluster_environment is not None
-        adapter.init_process_group(
-            self.cluster_environment, self._process_group_backend, self.root_device, self._timeout
-        )
-        if self._mesh is None:
-            self._mesh = ParallelMesh(self.root_device.type, sizes)
-            self._data_ranks = DataRanks(
-                rank=self.global_rank,
-                data_ranks=tuple(map(sizes.data_rank, range(sizes.world))),
-                gather=gather_over(None, self.root_device),
-            )
-            self._peer_check = PeerCheck(self._data_ranks)
-            log.info("Mesh: %s", sizes)
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._mesh.device_mesh
         assert self._trainer is not None
         prepare_callbacks(
-            self._trainer.callbacks, self.lightning_module, is_parallel=self._is_parallel(self.lightning_module)
+            adapter.callbacks(self._trainer),
+            self.lightning_module,
+            is_parallel=self._is_parallel(self.lightning_module),
         )
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero helpers who this process is."""
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        adapter.set_rank(self.global_rank)
-
-    def _resolve_sizes(self) -> ResolvedSizes:
-        """Final sizes, after a look at whether the launcher and the Trainer agree."""
-        assert self.cluster_environment is not None
-        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
-        world, asked = self.cluster_environment.world_size(), self.num_processes * self.num_nodes
-        if self.local_rank >= self.num_processes or world != asked:
-            raise ParallelConfigError(
-                f"The launcher started {world} processes, the Trainer was asked for {asked} (devices="
-                f"{self.num_processes} × num_nodes={self.num_nodes}). They must agree: set devices to the number of "
-                "processes on each node, and num_nodes to the number of nodes."
-            )
-        return self._requested.resolve(world)
-
-    # --- set-up -------------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -223,7 +104,7 @@ class MeshStrategy(ParallelStrategy):
         if not self._is_parallel(module):
             self._parallelize(module)
         self.step.reshard()
-        self._has_averages = shard_averages(trainer.callbacks, module, self.root_device)
+        self._has_averages = shard_averages(adapter.callbacks(trainer), module, self.root_device)
         for child in [*module.modules()]:
             if isinstance(child, Metric):
                 child.process_group = child.process_group or self.mesh.data_group
@@ -232,12 +113,6 @@ class MeshStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             adapter.optimizers_to_device(self.optimizers, self.root_device)
-
-    @property
-    def step(self) -> EagerStep:
-        """Who runs forward and backward."""
-        assert self._step is not None, "the module is parallelised in setup"
-        return self._step
 
     def _is_parallel(self, module: Module) -> bool:
         return self._parallelized is not None and self._parallelized() is module
@@ -393,112 +268,6 @@ class MeshStrategy(ParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         with self.step.without_sync():
             yield
-
-    # --- what ranks say to each other ---------------------------------------------------------------------------
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        # Peers on the tp axis hold the same samples: count them once.
-        return adapter.reduce(tensor, self._data_group(group), reduce_op) if isinstance(tensor, Tensor) else tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return adapter.all_gather(tensor, self._data_group(group), sync_grads)
-
-    def _data_group(self, group: Any | None) -> Any:
-        """Lightning passes the world, or nothing, where it means every rank with its own samples."""
-        return self.mesh.data_group if group is None or group is dist.group.WORLD else group
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            adapter.barrier(self.root_device)
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    # --- checkpoints --------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        full = not self._save_distributed_checkpoint
-        return checkpoints.model_state_dict(self.lightning_module, full=full, is_writer=self.is_global_zero)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        full = not self._save_distributed_checkpoint
-        return checkpoints.optimizer_state_dict(
-            optimizer, self.lightning_module, full=full, is_writer=self.is_global_zero
-        )
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Path, storage_options: Any | None = None) -> None:
-        path = self.broadcast(filepath)  # ranks may disagree: a timestamp, say
-        if not self._save_distributed_checkpoint:
-            super().save_checkpoint(
-                checkpoints.to_host(checkpoint, is_writer=self.is_global_zero), path, storage_options
-            )
-            return
-        if storage_options is not None:
-            raise ParallelConfigError(
-                "storage_options go to a CheckpointIO, which writes one file. Use save_distributed_checkpoint=False."
-            )
-        checkpoints.save_sharded(path, checkpoint)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path = self.broadcast(checkpoint_path)
-        # Lightning drops the Trainer's weights_only when it restores after setup.
-        weights_only = self._weights_only if weights_only is None else weights_only
-        self.step.reshard()
-        if checkpoints.is_sharded_checkpoint(path):
-            return checkpoints.load_sharded(
-                path, self.lightning_module, weights_only=weights_only, optimizers=bool(self.optimizers)
-            )
-        checkpoint = super().load_checkpoint(path, weights_only=weights_only)
-        if self._has_averages:  # the callback loads its average, and the module's weights, itself
-            assert self.lightning_module is not None
-            checkpoint = checkpoints.lay_out(checkpoint, self.lightning_module)
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        self.step.reshard()
-        checkpoints.load_model_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            checkpoints.load_optimizer_state_dict(optimizer, self.lightning_module, state)
-
-    @override
-    def remove_checkpoint(self, filepath: Path) -> None:
-        if self.is_global_zero:
-            checkpoints.remove(filepath)
 
     @override
     def teardown(self) -> None:

@@ -6,7 +6,8 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lightning_parallel.mesh import MeshSizes
-from lightning_parallel.strategies.base import DEFAULT_TIMEOUT, MeshStrategy
+from lightning_parallel.strategies.base import MeshStrategy
+from lightning_parallel.strategies.ranks import DEFAULT_TIMEOUT
 
 
 class DataParallel(MeshStrategy):

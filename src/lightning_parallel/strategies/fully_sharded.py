@@ -9,7 +9,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_parallel.mesh import MeshSizes
 from lightning_parallel.schemes.data import FullyShardedOptions, mixed_precision_policy
-from lightning_parallel.strategies.base import DEFAULT_TIMEOUT, MeshStrategy
+from lightning_parallel.strategies.base import MeshStrategy
+from lightning_parallel.strategies.ranks import DEFAULT_TIMEOUT
 
 
 class FullyShardedDataParallel(MeshStrategy):

@@ -8,9 +8,10 @@ from typing import Any, Literal
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.mesh import MeshSizes, Size
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.strategies.base import DEFAULT_TIMEOUT, MeshStrategy
+from lightning_parallel.strategies.base import MeshStrategy
 from lightning_parallel.strategies.data import DataParallel
 from lightning_parallel.strategies.fully_sharded import FullyShardedDataParallel
+from lightning_parallel.strategies.ranks import DEFAULT_TIMEOUT
 from lightning_parallel.strategies.tensor import TensorParallel
 
 
@@ -32,7 +33,7 @@ class HybridParallel(MeshStrategy):
         error_if_nonfinite: Raise on every rank, before the step, where the norm that gradients are clipped by is not
             finite.
         save_distributed_checkpoint: A folder with each rank's shards, or one whole file written by rank 0.
-        weights_only: As for ``torch.load``, where a checkpoint is restored by ``fit`` (Lightning does not pass its own).
+        weights_only: As for ``torch.load``, where a checkpoint is restored by ``fit`` (Lightning passes none).
         process_group_backend: Backend of the default process group; by default the device's.
         timeout: Of collectives.
 
@@ -70,7 +71,7 @@ class HybridParallel(MeshStrategy):
             elif isinstance(given, MeshStrategy):
                 raise ParallelConfigError(f"{axis}={type(given).__name__}(…): this axis takes a {kind.__name__}.")
         if plan is None and isinstance(tp, TensorParallel):
-            plan = tp.requested_plan  # type: ignore[assignment]
+            plan = tp.requested_plan
         super().__init__(
             MeshSizes(**sizes),
             plan=plan,
@@ -87,5 +88,3 @@ class HybridParallel(MeshStrategy):
 
 def _size(given: Size | MeshStrategy) -> Any:
     return given.requested_size if isinstance(given, MeshStrategy) else given
-
-

@@ -1,0 +1,99 @@
+"""Checkpoints: one folder of shards, or one whole file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parallel import checkpoint as checkpoints
+from lightning_parallel._lightning import Path
+from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.step import EagerStep
+from lightning_parallel.strategies.ranks import RankStrategy
+
+
+class SavingStrategy(RankStrategy):
+    """Saves and loads what is spread over the ranks."""
+
+    _save_distributed_checkpoint: bool
+    _weights_only: bool | None
+    _step: EagerStep | None = None
+    _has_averages = False  # a callback keeps a running average of the weights
+
+    @property
+    def step(self) -> EagerStep:
+        """Who runs forward and backward."""
+        assert self._step is not None, "the module is parallelised in setup"
+        return self._step
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        full = not self._save_distributed_checkpoint
+        return checkpoints.model_state_dict(self.lightning_module, full=full, is_writer=self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        full = not self._save_distributed_checkpoint
+        return checkpoints.optimizer_state_dict(
+            optimizer, self.lightning_module, full=full, is_writer=self.is_global_zero
+        )
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Path, storage_options: Any | None = None) -> None:
+        path = self.broadcast(filepath)  # ranks may disagree: a timestamp, say
+        if not self._save_distributed_checkpoint:
+            super().save_checkpoint(
+                checkpoints.to_host(checkpoint, is_writer=self.is_global_zero), path, storage_options
+            )
+            return
+        if storage_options is not None:
+            raise ParallelConfigError(
+                "storage_options go to a CheckpointIO, which writes one file. Use save_distributed_checkpoint=False."
+            )
+        checkpoints.save_sharded(path, checkpoint)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self.broadcast(checkpoint_path)
+        # Lightning drops the Trainer's weights_only when it restores after setup.
+        weights_only = self._weights_only if weights_only is None else weights_only
+        self.step.reshard()
+        if checkpoints.is_sharded_checkpoint(path):
+            return checkpoints.load_sharded(
+                path, self.lightning_module, weights_only=weights_only, optimizers=bool(self.optimizers)
+            )
+        checkpoint = super().load_checkpoint(path, weights_only=weights_only)
+        if self._has_averages:  # the callback loads its average, and the module's weights, itself
+            assert self.lightning_module is not None
+            checkpoint = checkpoints.lay_out(checkpoint, self.lightning_module)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        self.step.reshard()
+        checkpoints.load_model_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            checkpoints.load_optimizer_state_dict(optimizer, self.lightning_module, state)
+
+    @override
+    def remove_checkpoint(self, filepath: Path) -> None:
+        if self.is_global_zero:
+            checkpoints.remove(filepath)
