@@ -34,20 +34,19 @@ from lightning.pytorch.overrides.distributed import (
     UnrepeatedDistributedSamplerWrapper as UnrepeatedDistributedSamplerWrapper,
 )
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+__all__ = ["SubprocessScriptLauncher"]
+
 # What Lightning annotates its strategies with.
 Path: TypeAlias = types._PATH
-
-
-def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
-    """Starts the script once more for every other rank of this node."""
-    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
 
 
 def default_backend(device: torch.device) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HOST",
     "StridedShard",
+    "all_ranks_reach",
     "flatten_mesh",
     "install_rng_tracker",
     "plain_tensors_as_replicas",
@@ -40,6 +43,20 @@ HOST = torch.device("cpu")
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """One axis over all ranks of ``mesh``: torch has no public name for it (torchtitan uses the same)."""
     return mesh._flatten(name)
+
+
+def all_ranks_reach(place: str, timeout: timedelta) -> bool:
+    """Whether every rank calls this in time; says no instead of hanging, as a collective would.
+
+    Only the store behind the default group can be asked that, and torch has no public name for it.
+    """
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    try:
+        store.set(f"{place}: {rank}", "1")
+        store.wait([f"{place}: {other}" for other in range(dist.get_world_size())], timeout)
+    except RuntimeError:  # in time they did not, or the store is gone with rank 0
+        return False
+    return True
 
 
 def shards_behind_url(url: str) -> tuple[StorageReader, StorageWriter]:

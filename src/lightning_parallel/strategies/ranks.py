@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_parallel import _lightning as adapter
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.mesh import MeshSizes, ParallelMesh, ResolvedSizes
+from lightning_parallel.strategies.launching import ScriptLauncher, watch_rank_zero
 from lightning_parallel.strategies.lockstep import DataRanks, PeerCheck, gather_over
 from lightning_parallel.strategies.samplers import sampler_kwargs
 
@@ -98,7 +99,8 @@ class RankStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = adapter.subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        watch_rank_zero()
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

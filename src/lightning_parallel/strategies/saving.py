@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import checkpoint as checkpoints
 from lightning_parallel._lightning import Path
+from lightning_parallel._torch import all_ranks_reach
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.step import EagerStep
 from lightning_parallel.strategies.ranks import RankStrategy
@@ -22,6 +25,7 @@ class SavingStrategy(RankStrategy):
     _save_distributed_checkpoint: bool
     _weights_only: bool | None
     _step: EagerStep | None = None
+    _num_interrupts = 0
     _has_averages = False  # a callback keeps a running average of the weights
 
     @property
@@ -38,8 +42,29 @@ class SavingStrategy(RankStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        self._wait_for_interrupted_ranks()
         full = not self._save_distributed_checkpoint
         return checkpoints.model_state_dict(self.lightning_module, full=full, is_writer=self.is_global_zero)
+
+    def _wait_for_interrupted_ranks(self) -> None:
+        """An exception on one rank must not start to save alone: its peers are in other collectives, or gone.
+
+        Raises:
+            RuntimeError: After an exception here, where the other ranks do not stop with one of their own.
+        """
+        if self._trainer is None or self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            return
+        waited = timedelta(seconds=5)
+        if not all_ranks_reach(f"interrupted {self._num_interrupts}", waited):
+            raise RuntimeError(
+                f"No checkpoint is saved after this exception: only rank {self.global_rank} is known to have stopped "
+                f"within {waited.seconds} s, and every rank must take part in saving."
+            )
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._num_interrupts += 1
+        super().on_exception(exception)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
