@@ -81,7 +81,11 @@ def vocab_parallel_cross_entropy(
     if not isinstance(input, LazyShard) or isinstance(target, LazyShard) or weight is not None:
         return NotImplemented
     class_dim = 1 if input.ndim > 1 else 0
-    if input.split_dim() != class_dim or target.is_floating_point() or size_average is not None or reduce is not None:
+    if input.split_dim() != class_dim or size_average is not None or reduce is not None:
+        return NotImplemented
+    # What torch refuses, it refuses on the full tensor, in its own words.
+    is_usual = reduction in ("mean", "sum", "none") and 0 <= label_smoothing <= 1 and target.dtype == torch.int64
+    if not is_usual or target.shape != input.shape[:class_dim] + input.shape[class_dim + 1 :]:
         return NotImplemented
     sharded = input._sharded
     tp, vocab_size = sharded.device_mesh, sharded.size(class_dim)
@@ -90,14 +94,17 @@ def vocab_parallel_cross_entropy(
     torch._assert_async((in_range | ~valid).all(), f"a target is neither {ignore_index} nor in [0, {vocab_size})")
     logits = sharded.to_local().movedim(class_dim, -1)
     start, _ = split_evenly(vocab_size, tp.size(), tp.get_local_rank())
-    nll, smooth = _VocabParallelNLL.apply(
-        logits.reshape(-1, logits.size(-1)), target.reshape(-1).where(valid.reshape(-1), 0), start, vocab_size, tp.get_group()
-    )
+    rows = logits.flatten(0, -2) if logits.ndim > 1 else logits.unsqueeze(0)
+    valid = valid.flatten()
+    nll, smooth = _VocabParallelNLL.apply(rows, target.flatten().where(valid, 0), start, vocab_size, tp.get_group())
     loss = nll if label_smoothing == 0.0 else (1 - label_smoothing) * nll + label_smoothing * smooth
-    loss = loss.where(valid.reshape(-1), 0.0).to(input.dtype)
+    loss = loss.where(valid, 0.0)
     if reduction == "none":
-        return loss.reshape(target.shape)
-    return loss.sum() / valid.sum() if reduction == "mean" else loss.sum()
+        loss = loss.reshape(target.shape)
+    else:
+        loss = loss.sum() / valid.sum() if reduction == "mean" else loss.sum()
+    # Autocast computes this loss, and leaves it, in float32.
+    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
 
 LOGITS_HANDLERS = {F.cross_entropy: vocab_parallel_cross_entropy}

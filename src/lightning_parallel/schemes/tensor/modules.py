@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from lightning_parallel._torch import StridedShard, plain_tensors_as_replicas, tree_map
+from lightning_parallel._torch import plain_tensors_as_replicas, tree_map
 from lightning_parallel.errors import PlanError
-from lightning_parallel.schemes.tensor.fused import FUSED_HANDLERS
+from lightning_parallel.schemes.tensor.fused import pack
+from lightning_parallel.errors import PlanError
+from lightning_parallel.schemes.tensor.fused import pack
 from lightning_parallel.schemes.tensor.lazy import PROPERTIES, LazyShard
 from lightning_parallel.schemes.tensor.loss import LOGITS_HANDLERS
 from lightning_parallel.schemes.tensor.random import SplitStreams
@@ -72,7 +74,7 @@ class ModuleState:
 def replicated(x: Tensor, tp: DeviceMesh) -> DTensor:
     """A plain tensor (the same on every rank) or any DTensor, as a replicated DTensor."""
     if isinstance(x, LazyShard):
-        x = x._sharded
+        return x.replicated()
     if not isinstance(x, DTensor):
         return DTensor.from_local(x, tp, [Replicate()], run_check=False)
     if isinstance(x.placements[0], Replicate):
@@ -92,13 +94,12 @@ def leave(x: Any) -> Any:
     return x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
 
 
-def wrap_shards(local: Tensor, tp: DeviceMesh, dim: int, size: int, parts: tuple[int, ...] = (1,)) -> DTensor:
+def wrap_shards(local: Tensor, tp: DeviceMesh, dim: int, size: int) -> DTensor:
     """Local shards along ``dim`` as the DTensor whose size there is ``size``."""
     dim %= local.ndim
     shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
-    placement = Shard(dim) if len(parts) == 1 else StridedShard(dim, split_factor=len(parts))
-    return DTensor.from_local(local, tp, [placement], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, tp, [Shard(dim)], run_check=False, shape=shape, stride=stride)
 
 
 @contextmanager
@@ -138,10 +139,10 @@ def column_linear(module: nn.Module, state: ModuleState, x: Tensor) -> Tensor:
     y = _linear(module, state, x, bias=True)
     if state.in_local:
         return y
-    sharded = wrap_shards(y, tp, -1, _out_features(module), state.parts or (1,))
-    if state.role == "vocab_out":
-        return LazyShard(sharded, LOGITS_HANDLERS)
-    return LazyShard(sharded, FUSED_HANDLERS) if len(state.parts) > 1 else sharded
+    if len(state.parts) > 1:
+        return pack(y, tp, _out_features(module), state.parts)
+    sharded = wrap_shards(y, tp, -1, _out_features(module))
+    return LazyShard(sharded, LOGITS_HANDLERS) if state.role == "vocab_out" else sharded
 
 
 def row_linear(module: nn.Module, state: ModuleState, x: Tensor) -> Tensor:
