@@ -67,9 +67,8 @@ def fit_averaged(strategy: Spec | None, kind: str, folder: str) -> dict[str, Any
     return {**seen, "resumed": weights(again)}
 
 
-@pytest.mark.parametrize("kind", ["equal", "ema"])
 @pytest.mark.parametrize(
-    ("strategy", "world"), [(DDP, 2), (FSDP, 2), (one_file(FSDP), 2), (FSDP_TP, 4)],
+    ("strategy", "world", "kind"), [(DDP, 2, "ema"), (FSDP, 2, "equal"), (one_file(FSDP), 2, "ema"), (FSDP_TP, 4, "ema")],
     ids=["ddp", "fsdp", "fsdp-file", "fsdp-tp"],
 )  # fmt: skip
 def test_weight_averaging(pool: WorkerPool, tmp_path: Path, strategy: Spec, world: int, kind: str) -> None:
