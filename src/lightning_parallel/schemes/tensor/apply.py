@@ -96,7 +96,11 @@ class TensorSplit:
             state = ModuleState(
                 self.context,
                 role.name if role else ("norm" if _is_norm(child) else None),
-                {attribute: self._storages[name, attribute] for attribute, p in child._parameters.items() if p is not None},
+                {
+                    attribute: self._storages[name, attribute]
+                    for attribute, p in child._parameters.items()
+                    if p is not None
+                },
                 role.parts if role else (),
                 in_local=any(_inside(name, region) for region, local in regions.items() if local),
                 in_block=any(_inside(name, block) for block in self.blocks),
@@ -114,10 +118,11 @@ class TensorSplit:
         if state.role == "vocab_in":
             child.forward = forwards.embedding_forward(child, state)
             return
-        places = self._whole_places(name, child)
+        apart = self._has_parallel_layers(name, child)
+        places = self._whole_places(name, child, apart)
         if places:
-            is_leaf = next(child.children(), None) is None
-            child.forward = partial(forwards.whole_forward, child.forward, state, places, is_leaf)
+            by_rules = apart or isinstance(child, (nn.Linear, nn.Embedding))
+            child.forward = partial(forwards.whole_forward, child.forward, state, places, by_rules)
         if name in regions:
             child.forward = partial(forwards.region_forward, child.forward, state)
         if name in self.blocks:
@@ -127,11 +132,13 @@ class TensorSplit:
     def _next_block(self, name: str) -> str:
         return self.blocks[self.blocks.index(name) + 1]
 
-    def _whole_places(self, name: str, child: nn.Module) -> list[Place]:
-        """Where a module left whole holds parameters: its own, and those below it if nothing below has a role."""
+    def _has_parallel_layers(self, name: str, child: nn.Module) -> bool:
         below = [n for n, _ in child.named_modules(prefix=name)]
         split = any(n in self.roles and self.roles[n].name in SPLIT_ROLES | {"local", "block"} for n in below)
-        apart = split or any(block in below for block in self.blocks)
+        return split or any(block in below for block in self.blocks)
+
+    def _whole_places(self, name: str, child: nn.Module, apart: bool) -> list[Place]:
+        """Where a module left whole holds parameters: its own, and those below it if nothing below has a role."""
         owners = [(name, child)] if apart else list(child.named_modules(prefix=name))
         return [
             (owner, attribute, self._storages[owner_name, attribute])
@@ -248,7 +255,15 @@ def _inside(name: str, top: str) -> bool:
 
 def _is_norm(module: nn.Module) -> bool:
     """Whether a module without a role normalises over the last dim only."""
-    return type(module).__name__.endswith(("LayerNorm", "RMSNorm")) and next(module.children(), None) is None
+    named = type(module).__name__.endswith(("LayerNorm", "RMSNorm")) and next(module.children(), None) is None
+    return named and not _normalises_more(module)
+
+
+def _normalises_more(module: nn.Module) -> bool:
+    """Whether statistics are taken over more than each token's features."""
+    shape = getattr(module, "normalized_shape", ())
+    several = isinstance(shape, tuple) and len(shape) > 1
+    return several or isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase))
 
 
 def _wanted_kind(module: nn.Module, role: Role) -> str | None:
@@ -258,6 +273,8 @@ def _wanted_kind(module: nn.Module, role: Role) -> str | None:
             return "an nn.Embedding"
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             return "an nn.Embedding without max_norm, sparse or scale_grad_by_freq"
+    elif role.name == "norm" and _normalises_more(module):
+        return "a normalisation over the last dim alone (replicate is for others)"
     elif role.name in ("colwise", "rowwise", "fused", "vocab_out"):
         plain = type(module).forward is nn.Linear.forward
         conv1d = type(module).__name__ == "Conv1D" and getattr(module, "nf", None) is not None

@@ -12,7 +12,7 @@ all-reduced in backward (Megatron's *f*), or reduce-scattered where it came from
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,12 +26,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from lightning_parallel._torch import plain_tensors_as_replicas, tree_map
 from lightning_parallel.errors import PlanError
 from lightning_parallel.schemes.tensor.fused import pack
-from lightning_parallel.errors import PlanError
-from lightning_parallel.schemes.tensor.fused import pack
 from lightning_parallel.schemes.tensor.lazy import PROPERTIES, LazyShard
 from lightning_parallel.schemes.tensor.loss import LOGITS_HANDLERS
 from lightning_parallel.schemes.tensor.random import SplitStreams
 from lightning_parallel.schemes.tensor.storage import Storage, split_evenly
+from lightning_parallel.schemes.tensor.view import GlobalView
 
 Forward = Callable[..., Any]
 Place = tuple[nn.Module, str, Storage]  # who holds a parameter, under which name, and how it is stored
@@ -214,23 +213,24 @@ def whole_parameters(places: Sequence[Place], *, partial: bool) -> Iterator[None
 
 
 def whole_forward(
-    original: Forward, state: ModuleState, places: Sequence[Place], is_leaf: bool, *args: Any, **kwargs: Any
+    original: Forward, state: ModuleState, places: Sequence[Place], by_rules: bool, *args: Any, **kwargs: Any
 ) -> Any:
     """A module that the plan leaves whole: plain inputs meet plain parameters.
 
-    With a DTensor as input a ``norm`` runs on the local tokens, another single layer by DTensor's rules, and a module
-    made of others on the full tensors, like every other ``tp`` rank.
+    With a DTensor as input a ``norm`` runs on the local tokens, a module that keeps the global view (``by_rules``: a
+    linear layer, or one with parallel layers below) by DTensor's rules, and any other on the full tensors, like every
+    other ``tp`` rank.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, (DTensor, LazyShard))]
     if not tensors:
         with whole_parameters(places, partial=state.in_local):
             return original(*args, **kwargs)
     x, tp = tensors[0], state.context.tp
-    if isinstance(x, DTensor) and is_leaf:
+    if by_rules:
+        return original(*args, **kwargs)
+    if isinstance(x, DTensor) and state.role == "norm" and len(tensors) == 1 and args and x is args[0]:
         placement = x.placements[0]
-        if state.role != "norm" or len(tensors) > 1 or x is not args[0] or placement == Shard(x.ndim - 1):
-            return original(*args, **kwargs)
-        if isinstance(placement, (Shard, Replicate)):
+        if isinstance(placement, (Shard, Replicate)) and placement != Shard(x.ndim - 1):
             with whole_parameters(places, partial=isinstance(placement, Shard)):
                 y = original(x.to_local(), *args[1:], **kwargs)
             return DTensor.from_local(y, tp, [placement], run_check=False, shape=x.shape, stride=x.stride())
@@ -271,7 +271,8 @@ def region_forward(original: Forward, state: ModuleState, *args: Any, **kwargs: 
 
     args, kwargs = convert(come_in, args, kwargs)
     try:
-        out = original(*args, **kwargs)
+        with nullcontext() if local else GlobalView(tp):
+            out = original(*args, **kwargs)
     finally:
         state.context.streams.leave()
     return out if state.shards_sequence else tree_map(leave, out)
@@ -298,8 +299,15 @@ def block_forward(original: Forward, state: ModuleState, is_last: bool, *args: A
     args, kwargs = convert(come_in, args, kwargs)
     with global_view():
         out = original(*args, **kwargs)
-    # A clone: an in-place operation on a view would lose the hook that FSDP puts on a block's output.
-    return tree_map(lambda v: leave(v).clone() if isinstance(v, DTensor) else v, out) if is_last else out
+
+    def come_out(v: Any) -> Any:
+        # What is no hidden state (a loss of the block's own) is for the code outside, at once.
+        if not isinstance(v, DTensor) or not (is_last or v.ndim < 3):
+            return v
+        # A clone: an in-place operation on a view would lose the hook that FSDP puts on a block's output.
+        return leave(v).clone()
+
+    return tree_map(come_out, out)
 
 
 def embedding_forward(module: nn.Module, state: ModuleState) -> Forward:
