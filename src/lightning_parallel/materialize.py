@@ -7,7 +7,6 @@ mesh nor on the order, and no rank ever holds more than one unit of it whole.
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -36,19 +35,35 @@ class Materializer:
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}  # id of the old tensor: (old, new); keeps the id alive
         self._done: set[int] = set()
         self._names = {id(child): name for name, child in module.named_modules()}
+        # The innermost Hugging Face model around a module knows how to initialise it: named_modules goes inwards.
+        self._pretrained: dict[int, Callable[[nn.Module], Any]] = {}
+        for model in module.modules():
+            initialise: Any = getattr(model, "_init_weights", None)
+            if callable(initialise) and hasattr(model, "config"):
+                self._pretrained.update({id(child): initialise for child in model.modules()})
         self._check_initialisers()
 
     def bring(self, unit: nn.Module) -> None:
         """Materialise what ``unit`` holds and no earlier unit had; tied tensors stay tied."""
         owners = [owner for owner in unit.modules() if id(owner) not in self._done]
         self._done.update(map(id, owners))
+        fresh = {id(tensor) for owner in owners for tensor in self._move(owner)}
+        if not fresh:
+            return
+        here = set(map(id, owners))
+        # Children first: some initialisers (nn.MultiheadAttention, GPT-2) then change what lies below. Not where that
+        # belongs to another unit, which is in shards by now.
+        for owner in reversed(owners):
+            below = list(owner.modules())
+            whole = all(id(child) in here for child in below)
+            self._initialise(owner, below if whole else [owner], fresh)
         for owner in owners:
-            fresh = self._move(owner)
-            if fresh:
-                self._initialise(owner, fresh)
+            for name, tensor in _own_tensors(owner):
+                if id(tensor) in fresh and tensor.dtype != torch.bool and _is_unset(tensor).any():
+                    raise self._lacking([f"{self._place(owner)}: {name}"], "its initialiser leaves out")
 
-    def _move(self, owner: nn.Module) -> list[str]:
-        """Move own tensors, broadcast the real ones; returns the names of those that came from the meta device."""
+    def _move(self, owner: nn.Module) -> list[Tensor]:
+        """Move own tensors, broadcast the real ones; returns those that came from the meta device."""
         fresh = []
         stores: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
         for store in stores:
@@ -58,13 +73,13 @@ class Materializer:
                 if id(tensor) not in self._moved:
                     self._moved[id(tensor)] = (tensor, self._new(tensor))
                     if tensor.is_meta:
-                        fresh.append(name)
+                        fresh.append(self._moved[id(tensor)][1])
                 store[name] = self._moved[id(tensor)][1]
         return fresh
 
     def _new(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
-            data = torch.empty_like(tensor, device=self.device)
+            data = torch.full_like(tensor, _unset(tensor.dtype), device=self.device)
         else:
             data = tensor.detach().to(self.device).contiguous()
             if dist.is_initialized() and dist.get_world_size() > 1:
@@ -78,46 +93,66 @@ class Materializer:
         new.__dict__.update({k: v for k, v in tensor.__dict__.items() if k != "_is_hf_initialized"})
         return new
 
-    def _initialise(self, owner: nn.Module, fresh: list[str]) -> None:
+    def _initialise(self, owner: nn.Module, below: list[nn.Module], fresh: set[int]) -> None:
         """Run the module's own initialiser and keep from it only what came from the meta device."""
-        kept = {n: t.detach().clone() for n, t in _own_tensors(owner) if n not in fresh}
         initialise = self._initialiser(owner)
-        assert initialise is not None
-        seed = zlib.crc32(f"{self.seed}:{self._names.get(id(owner), '')}".encode())
+        tensors = [(child, name, tensor) for child in below for name, tensor in _own_tensors(child)]
+        if initialise is None or not any(id(tensor) in fresh for _, _, tensor in tensors):
+            return
+        kept = [(child, name, t.detach().clone()) for child, name, t in tensors if id(t) not in fresh]
+        seed = zlib.crc32(f"{self.seed}:{self._names[id(owner)]}".encode())
         on_host = self.device.type == torch.default_generator.device.type
         fork: dict[str, Any] = {} if on_host else {"device_type": self.device.type}
         with torch.random.fork_rng([] if on_host else [self.device], **fork), torch.no_grad():
             torch.manual_seed(seed)
             with torch.device(self.device):
                 initialise()
-        with torch.no_grad():
-            for name, tensor in _own_tensors(owner):
-                if name in kept:
-                    tensor.copy_(kept[name])
+            for child, name, value in kept:
+                dict(_own_tensors(child))[name].copy_(value)
 
     def _initialiser(self, owner: nn.Module) -> Callable[[], Any] | None:
-        """``reset_parameters``, torch's convention, else what a Hugging Face model does for the modules in it."""
+        """``reset_parameters``, torch's convention, and then what a Hugging Face model does for the modules in it."""
         own: Any = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
-        if callable(own):
-            return own  # type: ignore[no-any-return]
-        for model in self.module.modules():
-            initialise: Any = getattr(model, "_init_weights", None)
-            if callable(initialise) and hasattr(model, "config") and any(child is owner for child in model.modules()):
-                return partial(initialise, owner)
-        return None
+        steps: list[Callable[[], Any]] = [own] if callable(own) else []
+        if id(owner) in self._pretrained:
+            steps.append(partial(self._pretrained[id(owner)], owner))
+        return partial(_call_all, steps) if steps else None
 
     def _check_initialisers(self) -> None:
         lacking = [
-            f"{name or 'the module itself'} ({type(owner).__name__}: {', '.join(meta)})"
-            for name, owner in self.module.named_modules()
+            f"{self._place(owner)}: {', '.join(meta)}"
+            for owner in self.module.modules()
             if (meta := [n for n, t in _own_tensors(owner) if t.is_meta]) and self._initialiser(owner) is None
         ]
         if lacking:
-            raise ParallelConfigError(
-                f"Built on the meta device, without a way to give these their values: {'; '.join(lacking[:5])}. Define "
-                "reset_parameters() in each class (it sets the parameters and buffers that it owns), or build the module "
-                "off the meta device."
-            )
+            raise self._lacking(lacking, "there is no way to give values to")
+
+    def _place(self, owner: nn.Module) -> str:
+        return f"{self._names[id(owner)] or 'the module itself'} ({type(owner).__name__})"
+
+    @staticmethod
+    def _lacking(places: list[str], what: str) -> ParallelConfigError:
+        shown = "; ".join(places[:5]) + ("; …" if len(places) > 5 else "")
+        return ParallelConfigError(
+            f"Built on the meta device, and {what} {shown}. Define reset_parameters() in the class (it sets every "
+            "parameter and buffer that the module itself owns), or build the module off the meta device."
+        )
+
+
+def _call_all(steps: list[Callable[[], Any]]) -> None:
+    for step in steps:
+        step()
+
+
+def _unset(dtype: torch.dtype) -> float | int | bool:
+    """What a tensor holds until its initialiser has run, so that one which was left out shows."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _is_unset(tensor: Tensor) -> Tensor:
+    return tensor.isnan() if tensor.is_floating_point() or tensor.is_complex() else tensor == _unset(tensor.dtype)
 
 
 def _own_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -127,10 +162,17 @@ def _own_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def fingerprint(module: nn.Module) -> str:
-    """A digest of names, shapes, dtypes and devices of everything the module holds: what ranks must agree on."""
-    lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.is_meta} {t.requires_grad}" for name, t in _all_tensors(module)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def describe(module: nn.Module) -> list[str]:
+    """One line a parameter or buffer, with all that ranks must agree on: a tied one names the first of its places."""
+    first: dict[int, str] = {}
+    lines = []
+    for name, tensor in _all_tensors(module):
+        line = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        line += " on meta" if tensor.is_meta else ""
+        line += " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        other = first.setdefault(id(tensor), name)
+        lines.append(line if other == name else f"{line} tied to {other}")
+    return lines
 
 
 def _all_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

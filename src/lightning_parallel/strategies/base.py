@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import weakref
@@ -9,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +27,7 @@ from typing_extensions import override
 from lightning_parallel import _lightning as adapter
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.huggingface import published_plan
-from lightning_parallel.materialize import fingerprint
+from lightning_parallel.materialize import describe
 from lightning_parallel.mesh import MeshSizes, Size
 from lightning_parallel.plan import ParallelPlan, find_plan
 from lightning_parallel.precision import adapt_precision
@@ -119,7 +121,7 @@ class MeshStrategy(SavingStrategy):
 
     def _parallelize(self, module: pl.LightningModule) -> None:
         plan, source = find_plan(self._plan, module, published=published_plan if self.mesh.sizes.tp > 1 else None)
-        self._check_agreement(module)
+        self._check_agreement(module, plan)
         self._sync_random()
         module = self.precision_plugin.convert_module(module)  # type: ignore[assignment]
         recipe = Recipe(
@@ -138,16 +140,21 @@ class MeshStrategy(SavingStrategy):
         self._parallelized = weakref.ref(module)
         log.info("Plan: %s; %d blocks", source, len(result.blocks))
 
-    def _check_agreement(self, module: Module) -> None:
-        """Every rank must have built the same module."""
-        prints: list[Any] = [None] * self.world_size
-        dist.all_gather_object(prints, fingerprint(module))
-        odd = [rank for rank, other in enumerate(prints) if other != prints[0]]
-        if odd:
-            raise ParallelConfigError(
-                f"Ranks {odd} built a module with other parameter names, shapes or dtypes than rank 0. Build the same "
-                "module on every rank; what differs must not depend on the rank."
-            )
+    def _check_agreement(self, module: Module, plan: ParallelPlan | None) -> None:
+        """Every rank must have built the same module, and read the same plan."""
+        lines = describe(module) + [f"the role {glob}: {role}" for glob, role in (plan.roles if plan else {}).items()]
+        digests: list[Any] = [None] * self.world_size
+        dist.all_gather_object(digests, hashlib.sha256("\n".join(lines).encode()).hexdigest())
+        odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if odd is None:
+            return
+        here, there = self.broadcast(lines), self.broadcast(lines, src=odd)
+        pairs = zip_longest(here, there, fillvalue="nothing more")
+        mine, other = next(pair for pair in pairs if pair[0] != pair[1])
+        raise ParallelConfigError(
+            f"Ranks do not hold the same module: rank 0 has {mine}, rank {odd} has {other}. Build the same module on "
+            "every rank; what differs must not depend on the rank."
+        )
 
     def _sync_random(self) -> None:
         """Rank 0's random state for data rank 0, another one for each further data rank; ``tp`` peers alike."""

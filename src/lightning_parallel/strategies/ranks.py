@@ -145,7 +145,6 @@ class RankStrategy(ParallelStrategy):
     def _resolve_sizes(self) -> ResolvedSizes:
         """Final sizes, after a look at whether the launcher and the Trainer agree."""
         assert self.cluster_environment is not None
-        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         world, asked = self.cluster_environment.world_size(), self.num_processes * self.num_nodes
         if self.local_rank >= self.num_processes or world != asked:
             raise ParallelConfigError(
@@ -153,6 +152,7 @@ class RankStrategy(ParallelStrategy):
                 f"{self.num_processes} × num_nodes={self.num_nodes}). They must agree: set devices to the number of "
                 "processes on each node, and num_nodes to the number of nodes."
             )
+        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         return self._requested.resolve(world)
 
     # --- what ranks say to each other ---------------------------------------------------------------------------
