@@ -5,8 +5,8 @@ step begins, so that ``training_step`` may use any part of the module in any way
 learns of a backward from the *output* of the root's forward. A step whose backward comes after it (automatic
 optimisation) is therefore run as the root's forward. A backward inside the step (manual optimisation) gets its loss
 passed through a forward of its own, ``EagerStep.seen_by_root``. After it, and outside any step (a hook that samples from
-the model), each module that uses the root's parameters gathers them on demand. ``reshard`` drops the copies after every
-optimizer step, lest a later forward computes with old weights.
+the model), each module that uses the root's parameters gathers them on demand; outside, it gives them back.
+``reshard`` drops the copies after every optimizer step, lest a later forward computes with old weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -46,7 +47,7 @@ class EagerStep:
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._root = module if isinstance(module, FSDPModule) else None
         self._job: Callable[[], Any] | None = None
-        self._depth = 0
+        self._depth = self._owners_running = 0
         self._sync = True
         if self._root is not None:
             self._prepare_root(self._root)
@@ -60,7 +61,19 @@ class EagerStep:
         below = {id(child) for block in self.parallelized.blocks if isinstance(block, FSDPModule) for child in block.modules()}
         for owner in root.modules():
             if owner is not root and id(owner) not in below and any(p is not None for p in owner._parameters.values()):
-                owner.register_forward_pre_hook(lambda *_: root.unshard(), prepend=True)
+                owner.register_forward_pre_hook(self._enter_owner, prepend=True)
+                owner.register_forward_hook(self._leave_owner, always_call=True)
+
+    def _enter_owner(self, *_: Any) -> None:
+        assert self._root is not None
+        self._owners_running += 1
+        self._root.unshard()
+
+    def _leave_owner(self, *_: Any) -> None:
+        self._owners_running -= 1
+        is_sampling = not self._depth and not torch.is_grad_enabled()
+        if is_sampling and not self._owners_running:
+            self.reshard()  # the next hook wants shards and their gradients from parameters()
 
     def _run_job(self) -> Any:
         job, self._job = self._job, None

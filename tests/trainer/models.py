@@ -145,3 +145,24 @@ class FreezesEmbeddings(NanoGPT):
     def on_train_epoch_start(self) -> None:
         self.model.wpe.requires_grad_(self.current_epoch != 1)
         self.model.h[0].requires_grad_(self.current_epoch != 1)
+
+
+class OwnParameterByHand(UsesItsParts):
+    """Manual optimisation: a second forward, after a backward, uses a parameter of the LightningModule itself."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        again = self.loss(batch) + self.pos.square().mean()
+        self.manual_backward(again)
+        optimizer.step()
+        self.log("train_loss", loss + again, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return self.options.build(self)

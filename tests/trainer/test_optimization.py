@@ -15,6 +15,7 @@ from tests.trainer.common import DDP, DDP_TP, FSDP, FSDP_TP
 from tests.trainer.models import (
     ByHand,
     FreezesEmbeddings,
+    OwnParameterByHand,
     ReturnsDict,
     SkipsBatches,
     Tempered,
@@ -77,6 +78,11 @@ def test_parts_of_the_module(pool: WorkerPool, strategy: Spec, world: int) -> No
 @on_all_axes
 def test_manual_optimisation(pool: WorkerPool, strategy: Spec, world: int) -> None:
     assert_same_training(pool, ByHand, strategy, world=world, steps=4, tolerance=LATER)
+
+
+@on_data_axes
+def test_own_parameters_after_a_manual_backward(pool: WorkerPool, strategy: Spec, world: int) -> None:
+    assert_same_training(pool, OwnParameterByHand, strategy, world=world, tolerance=LATER)
 
 
 @on_data_axes
