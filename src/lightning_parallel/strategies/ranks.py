@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from torch import Tensor
@@ -46,12 +47,25 @@ class RankStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._mesh: ParallelMesh | None = None
         self._trainer: pl.Trainer | None = None
+        self._accelerator_in_use: Accelerator | None = None
+        self._is_in_use = False
 
     @property
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        # Not in the base's attribute: a second Trainer would read it and complain of that, not of the strategy.
+        return self._accelerator_in_use
+
+    @accelerator.setter
+    @override
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        self._accelerator_in_use = accelerator
 
     @property
     def num_processes(self) -> int:
@@ -97,6 +111,12 @@ class RankStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        if self._is_in_use:  # each Trainer calls this once, when it is made
+            raise ParallelConfigError(
+                f"This {type(self).__name__} already belongs to another Trainer, whose mesh and module it holds. "
+                "Make a new strategy for each Trainer."
+            )
+        self._is_in_use = True
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -104,11 +124,6 @@ class RankStrategy(ParallelStrategy):
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
-        if self._trainer is not None and self._trainer is not model.trainer:
-            raise ParallelConfigError(
-                f"This {type(self).__name__} already belongs to another Trainer and holds its mesh and module. Make a "
-                "new strategy for each Trainer."
-            )
         self._trainer = model.trainer
         super().connect(model)
 
