@@ -14,10 +14,12 @@ PYTEST_ARGS ?=
 
 install: $(STAMP)
 
+# Compiled on every core, where pip would use one; some packages carry files that no compiler takes.
 $(STAMP): requirements/dev.txt pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --requirement requirements/dev.txt
+	$(RUN) -m pip install --no-compile --requirement requirements/dev.txt
 	$(RUN) -m pip install --no-deps --no-build-isolation --editable .
+	$(RUN) -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(STAMP)
 
 train: install

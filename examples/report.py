@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -34,7 +36,7 @@ def draw_mesh(sizes: Mapping[str, int]) -> str:
     while len(axes) < 2:
         axes.insert(0, ("", 1))
     *outer, (row_name, rows), (column_name, columns) = axes
-    labels = [f"{row_name} {row}" if row_name else "" for row in range(rows)]
+    labels = [f"{row_name} {row} │ " if row_name else "" for row in range(rows)]
     margin = max(map(len, labels))
     heads = [f"{column_name} {column}" for column in range(columns)]
     width = max(map(len, heads))
@@ -43,10 +45,9 @@ def draw_mesh(sizes: Mapping[str, int]) -> str:
     for place in itertools.product(*(range(size) for _, size in outer)):
         if outer:
             lines.append(", ".join(f"{name} {index}" for (name, _), index in zip(outer, place, strict=True)))
-        lines.append(" " * (margin + 3) + "  ".join(head.rjust(width) for head in heads))
+        lines.append(" " * margin + "  ".join(head.rjust(width) for head in heads))
         for label in labels:
-            cells = "  ".join(str(next(rank)).rjust(width) for _ in range(columns))
-            lines.append(f"{label.ljust(margin)} │ {cells}")
+            lines.append(label.rjust(margin) + "  ".join(str(next(rank)).rjust(width) for _ in range(columns)))
     return "\n".join(lines)
 
 
@@ -81,7 +82,7 @@ class RunReport(L.Callback):
         temperature: Of the sampling; lower is more cautious.
     """
 
-    def __init__(self, prompt: str = "def ", num_bytes: int = 160, temperature: float = 0.7) -> None:
+    def __init__(self, prompt: str = "def ", num_bytes: int = 128, temperature: float = 0.7) -> None:
         self.prompt = prompt
         self.num_bytes = num_bytes
         self.temperature = temperature
@@ -121,6 +122,15 @@ class RunReport(L.Callback):
         if trainer.is_global_zero:
             console = Console(width=110, markup=False, highlight=False)
             console.print(Panel(self._table(trainer), title="The run", border_style="green"))
+            saved = trainer.checkpoint_callback
+            path = (saved.last_model_path or saved.best_model_path) if isinstance(saved, ModelCheckpoint) else ""
+            if path:
+                path = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+                longer = f"make train ARGS='--ckpt_path={path} --trainer.max_steps={2 * trainer.global_step}'"
+                console.print(f"checkpoint   {path}", soft_wrap=True)
+                console.print(f"go on        {longer}", soft_wrap=True)
+                tool = f"{os.path.relpath(sys.executable)} -m lightning_parallel"
+                console.print(f"as one file  {tool} consolidate {path} model.ckpt", soft_wrap=True)
 
     def _table(self, trainer: L.Trainer) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -138,13 +148,6 @@ class RunReport(L.Callback):
             table.add_row("speed", f"{self._tokens_per_second(trainer):,.0f} tokens/s, all ranks together")
         if "val_bits_per_byte" in trainer.callback_metrics:
             table.add_row("validation", f"{float(trainer.callback_metrics['val_bits_per_byte']):.3f} bits a byte")
-        saved = trainer.checkpoint_callback
-        path = (saved.last_model_path or saved.best_model_path) if isinstance(saved, ModelCheckpoint) else ""
-        if path:
-            path = os.path.relpath(path)
-            table.add_row("checkpoint", path)
-            table.add_row("go on", f"make train ARGS='--trainer.max_steps={2 * step} --ckpt_path={path}'")
-            table.add_row("as one file", f"lightning-parallel consolidate {path} model.ckpt")
         text = self.sample.decode(errors="replace")
         table.add_row("sample", "".join(c if c.isprintable() or c == "\n" else "·" for c in text))
         return table
