@@ -53,7 +53,7 @@ def share_heads(module: nn.Module, roles: Mapping[str, Role], tp_size: int) -> N
             continue
         heads = sorted({role.heads for n, role in roles.items() if n.rpartition(".")[0] == name and role.heads})
         if heads and heads[0] < tp_size:
-            attention.num_key_value_groups = heads[-1] // tp_size  # type: ignore[assignment]
+            attention.num_key_value_groups = heads[-1] // tp_size
 
 
 def _is_pretrained(module: nn.Module) -> bool:
@@ -78,7 +78,7 @@ def _translate(prefix: str, model: Any, published: Mapping[str, str]) -> dict[st
         for name in matched:
             roles[name] = _ROLES[style]
             parent = name.rpartition(".")[0]
-            if style in _GLOBAL or parent in roles and roles[parent] != "local":
+            if style in _GLOBAL or (parent in roles and roles[parent] != "local"):
                 continue
             if _ROLES[style] == "rowwise" and parent and _all_local(names[parent], parent, published):
                 roles[parent] = "local"
@@ -115,7 +115,8 @@ def _heads(attention: Any, projection: str) -> int | None:
     """How many heads an attention projection makes, as the model's configuration says."""
     config = getattr(attention, "config", None)
     heads = getattr(config, "num_attention_heads", None)
-    if heads is None or "attn" not in type(attention).__name__.lower() and "attention" not in type(attention).__name__.lower():
+    kind = type(attention).__name__.lower()
+    if heads is None or not ("attn" in kind or "attention" in kind):
         return None
     if projection in ("k_proj", "v_proj"):
         return int(getattr(config, "num_key_value_heads", None) or heads)

@@ -24,7 +24,6 @@ from lightning_parallel.schemes.data import (
 )
 from lightning_parallel.schemes.tensor import TensorSplit
 
-
 _REDUCER = "_lightning_parallel_reducer"
 
 
@@ -85,8 +84,9 @@ def parallelize(
     if mesh.sizes.tp > 1:
         if recipe.plan is None:
             raise PlanError(
-                f"tp={mesh.sizes.tp} needs to know what the modules of {type(module).__name__} are. Pass plan= (glob of module "
-                "name to role), define parallel_plan() on the LightningModule, or use a Hugging Face model that publishes one."
+                f"tp={mesh.sizes.tp} needs to know what the modules of {type(module).__name__} are. Pass plan= (glob "
+                "of module name to role), define parallel_plan() on the LightningModule, or use a Hugging Face model "
+                "that publishes one."
             )
         split = TensorSplit(
             module, roles, names, mesh.tp, device,
@@ -128,8 +128,9 @@ def check_untouched(module: nn.Module) -> None:
         wrapped = isinstance(child, FSDPModule) or kind in ("DistributedDataParallel", "FullyShardedDataParallel")
         if wrapped or any(isinstance(p, DTensor) for p in child._parameters.values()):
             raise ParallelConfigError(
-                f"{name or 'The LightningModule'} ({kind}) is already wrapped or sharded. The strategy takes the plain "
-                "module: remove fully_shard, parallelize_module or the wrapper from configure_model, or build a new one."
+                f"{name or 'The LightningModule'} ({kind}) is already wrapped or sharded. The strategy takes the "
+                "plain module: remove fully_shard, parallelize_module or the wrapper from configure_model, or build a "
+                "new one."
             )
 
 

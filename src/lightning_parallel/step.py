@@ -1,11 +1,11 @@
 """Who runs forward and backward: here, Lightning does, and ``EagerStep`` prepares the module around it.
 
-[Note: the root's life]  What no block holds (embeddings, head, final norm) is one FSDP unit, the root's. It is gathered when a
-step begins, so that ``training_step`` may use any part of the module in any way, and given back when backward ends. FSDP
-learns of a backward from the *output* of the root's forward. A step whose backward comes after it (automatic
+[Note: the root's life]  What no block holds (embeddings, head, final norm) is one FSDP unit, the root's. It is gathered
+when a step begins, so that ``training_step`` may use any part of the module in any way, and given back when backward
+ends. FSDP learns of a backward from the *output* of the root's forward. A step whose backward comes after it (automatic
 optimisation) is therefore run as the root's forward. A backward inside the step (manual optimisation) gets its loss
-passed through a forward of its own, ``EagerStep.seen_by_root``. After it, and outside any step (a hook that samples from
-the model), each module that uses the root's parameters gathers them on demand; outside, it gives them back.
+passed through a forward of its own, ``EagerStep.seen_by_root``. After it, and outside any step (a hook that samples
+from the model), each module that uses the root's parameters gathers them on demand; outside, it gives them back.
 ``reshard`` drops the copies after every optimizer step, lest a later forward computes with old weights.
 """
 
@@ -58,7 +58,12 @@ class EagerStep:
         register_fsdp_forward_method(root, _ROOT_FORWARD)
         self._as_root_forward(lambda: None)  # the first unit that runs becomes FSDP's root: this one
         self.reshard()
-        below = {id(child) for block in self.parallelized.blocks if isinstance(block, FSDPModule) for child in block.modules()}
+        below = {
+            id(child)
+            for block in self.parallelized.blocks
+            if isinstance(block, FSDPModule)
+            for child in block.modules()
+        }
         for owner in root.modules():
             if owner is not root and id(owner) not in below and any(p is not None for p in owner._parameters.values()):
                 owner.register_forward_pre_hook(self._enter_owner, prepend=True)
@@ -127,7 +132,7 @@ class EagerStep:
 
     def seen_by_root(self, loss: Tensor) -> Tensor:
         """The loss of a backward inside a step, as an output of the root."""
-        return self._as_root_forward(lambda: loss) if self._depth else loss  # type: ignore[no-any-return]
+        return self._as_root_forward(lambda: loss) if self._depth else loss
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:

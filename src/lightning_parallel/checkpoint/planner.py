@@ -123,9 +123,7 @@ class BlockLoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle a value that is no tensor."""
-        self._targets[read_item.dest_index.fqn] = torch.load(
-            value, map_location=HOST, weights_only=self._weights_only
-        )
+        self._targets[read_item.dest_index.fqn] = torch.load(value, map_location=HOST, weights_only=self._weights_only)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """The view to copy into."""

@@ -1,0 +1,1 @@
+"""The ways to spread a module over a mesh; pure torch."""

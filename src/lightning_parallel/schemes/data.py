@@ -98,7 +98,7 @@ def shard_unit(unit: nn.Module, mesh: DeviceMesh, options: FullyShardedOptions, 
 
 def set_prefetch(blocks: Sequence[nn.Module], depth: int) -> None:
     """Gather ``depth`` blocks ahead, in forward and in backward; 0 leaves FSDP's own single look-ahead."""
-    units = [block for block in blocks if isinstance(block, FSDPModule)]
+    units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for i, unit in enumerate(units if depth else []):
         unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + depth])
         unit.set_modules_to_backward_prefetch(units[max(i - depth, 0) : i][::-1])
@@ -207,8 +207,8 @@ class GradientReducer:
         bucket.waiting -= 1
         if bucket.flat is not None:
             raise RuntimeError(
-                f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one backward, after its bucket "
-                "was sent. Use checkpointing with use_reentrant=False."
+                f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one backward, after its "
+                "bucket was sent. Use checkpointing with use_reentrant=False."
             )
         while self._next < len(self._buckets) and self._buckets[self._next].waiting <= 0:
             self._send(self._buckets[self._next])
@@ -216,7 +216,8 @@ class GradientReducer:
 
     def _send(self, bucket: _Bucket) -> None:
         pieces = [
-            torch.zeros_like(_local(p)).flatten() if p.grad is None else _local(p.grad).flatten() for p in bucket.parameters
+            torch.zeros_like(_local(p)).flatten() if p.grad is None else _local(p.grad).flatten()
+            for p in bucket.parameters
         ]
         bucket.flat = torch.cat(pieces).div_(self.size)
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
@@ -247,8 +248,8 @@ class GradientReducer:
         if expected is not None and not self._always:
             if used != expected:
                 raise RuntimeError(
-                    "The parameters that got a gradient are not those of the first step. With replicas that is right only "
-                    "with DataParallel(find_unused_parameters=True)."
+                    "The parameters that got a gradient are not those of the first step. With replicas that is right "
+                    "only with DataParallel(find_unused_parameters=True)."
                 )
             return used
         device = self._buckets[0].flat.device if self._buckets and self._buckets[0].flat is not None else None
@@ -256,7 +257,7 @@ class GradientReducer:
         dist.all_reduce(counts, group=self.group)
         agree = bool(((counts == 0) | (counts == self.size)).all())
         self._expected[self._trained], self._always = used, self._always or not agree
-        return (counts > 0).tolist()  # type: ignore[no-any-return]
+        return (counts > 0).tolist()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A mean over tokens that stays one over ranks with unequal numbers of valid tokens.
 
-The mean of per-rank means weights a token on a rank with few valid ones more. With this option each rank's loss is its sum
-divided by the mean number of valid tokens a rank, so that the average over ranks, of losses and of gradients, is what
-one device computes on the whole batch. A rank without any valid token contributes zero, not NaN.
+The mean of per-rank means weights a token on a rank with few valid ones more. With this option each rank's loss is its
+sum divided by the mean number of valid tokens a rank, so that the average over ranks, of losses and of gradients, is
+what one device computes on the whole batch. A rank without any valid token contributes zero, not NaN.
 """
 
 from __future__ import annotations

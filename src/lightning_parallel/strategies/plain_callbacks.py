@@ -65,8 +65,8 @@ def shard_averages(callbacks: Iterable[Callback], module: nn.Module, device: tor
         wanted = adapter.device_of_average(callback)
         if wanted is not None and wanted.type != device.type:
             raise ParallelConfigError(
-                f"{type(callback).__name__}(device={str(wanted)!r}): the average is sharded like the parameters, and lies "
-                f"with them on {device.type!r}. Leave device=None."
+                f"{type(callback).__name__}(device={str(wanted)!r}): the average is sharded like the parameters, and "
+                f"lies with them on {device.type!r}. Leave device=None."
             )
         average.module = copy_weights(module)
     return found
@@ -95,9 +95,10 @@ def copy_weights(module: nn.Module) -> nn.Module:
         if id(source) in modules:
             return modules[id(source)]
         target = modules[id(source)] = _Weights()
-        for store, copied in ((source._parameters, target._parameters), (source._buffers, target._buffers)):
+        stores: Any = ((source._parameters, target._parameters), (source._buffers, target._buffers))
+        for store, copied in stores:
             for name, tensor in store.items():
-                copied[name] = None if tensor is None else copy_tensor(tensor)  # type: ignore[index]
+                copied[name] = None if tensor is None else copy_tensor(tensor)
         # A record that only torch's private name gives: which buffers a checkpoint leaves out.
         target._non_persistent_buffers_set.update(source._non_persistent_buffers_set)
         for name, child in source._modules.items():

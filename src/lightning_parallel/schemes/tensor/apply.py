@@ -184,9 +184,9 @@ class TensorSplit:
             if numel > LARGE * total:
                 owner = name.rpartition(".")[0]
                 raise PlanError(
-                    f"{self.source}: {name} ({numel:,} parameters, {numel / total:.0%} of the model) has no role, so every "
-                    f"tp rank would hold and compute it whole. Give {owner!r} a role (colwise, rowwise, fused(n), vocab_in, "
-                    "vocab_out), or say replicate."
+                    f"{self.source}: {name} ({numel:,} parameters, {numel / total:.0%} of the model) has no role, so "
+                    f"every tp rank would hold and compute it whole. Give {owner!r} a role (colwise, rowwise, "
+                    "fused(n), vocab_in, vocab_out), or say replicate."
                 )
 
     def _plan_storages(self) -> dict[tuple[str, str], Storage]:

@@ -44,7 +44,8 @@ class PackedShard(LazyShard):
     def local_parts(self) -> Sequence[Tensor]:
         """This rank's share of each part."""
         tp = self._sharded.device_mesh.size()
-        return self._sharded.to_local().split([size // tp for size in self.parts], dim=-1)
+        shares: tuple[Tensor, ...] = self._sharded.to_local().split([size // tp for size in self.parts], dim=-1)
+        return shares
 
 
 def pack(local: Tensor, tp: DeviceMesh, size: int, ratio: tuple[int, ...]) -> PackedShard:

@@ -33,7 +33,7 @@ _RESHAPING = (
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _IN_PLACE = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
 PROPERTIES = frozenset({
-    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__, Tensor.layout.__get__,
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size,
     Tensor.__len__, Tensor.stride, Tensor.is_contiguous,
 })  # fmt: skip
@@ -55,11 +55,12 @@ class LazyShard(Tensor):
 
     @staticmethod
     def __new__(cls, sharded: DTensor, handlers: Mapping[Any, Handler]) -> LazyShard:
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        """Without storage of its own."""
+        self = Tensor._make_wrapper_subclass(
             cls, sharded.shape, strides=sharded.stride(), dtype=sharded.dtype, device=sharded.device
         )
         self._sharded, self._handlers, self._seen_in = sharded, handlers, None
-        return self  # type: ignore[no-any-return]
+        return self
 
     def __init__(self, sharded: DTensor, handlers: Mapping[Any, Handler]) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class LazyShard(Tensor):
         """Of the tensor that this one stands for."""
         return self._sharded.grad_fn
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, {self._sharded.placements[0]})"
 
     def full(self) -> Tensor:
@@ -138,7 +139,9 @@ class LazyShard(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes it for a method of instances
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{func} reached a tensor split over tp; call .full() on it first.")
 
     def _change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyShard:

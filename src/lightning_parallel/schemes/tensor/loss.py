@@ -51,7 +51,7 @@ class _VocabParallelNLL(torch.autograd.Function):
         return log_total - chosen, log_total - everything / vocab_size
 
     @staticmethod
-    def backward(ctx: Any, grad_nll: Tensor, grad_smooth: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_nll: Tensor, grad_smooth: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, position, mine = ctx.saved_tensors
         grad = softmax * (grad_nll + grad_smooth).unsqueeze(-1) - (grad_smooth / ctx.vocab_size).unsqueeze(-1)
         if softmax.size(-1):
@@ -96,7 +96,7 @@ def vocab_parallel_cross_entropy(
     start, _ = split_evenly(vocab_size, tp.size(), tp.get_local_rank())
     rows = logits.flatten(0, -2) if logits.ndim > 1 else logits.unsqueeze(0)
     valid = valid.flatten()
-    nll, smooth = _VocabParallelNLL.apply(rows, target.flatten().where(valid, 0), start, vocab_size, tp.get_group())
+    nll, smooth = _VocabParallelNLL.apply(rows, target.flatten().where(valid, 0), start, vocab_size, tp.get_group())  # type: ignore[no-untyped-call]
     loss = nll if label_smoothing == 0.0 else (1 - label_smoothing) * nll + label_smoothing * smooth
     loss = loss.where(valid, 0.0)
     if reduction == "none":

@@ -204,7 +204,7 @@ def whole_parameters(places: Sequence[Place], *, partial: bool) -> Iterator[None
     for owner, name, storage in places:
         parameter = owner._parameters[name]
         if isinstance(parameter, DTensor):  # else an outer module has done it
-            owner._parameters[name] = storage.local(parameter, partial=partial)  # type: ignore[assignment]
+            owner._parameters[name] = storage.local(parameter, partial=partial)
     try:
         yield
     finally:
@@ -331,12 +331,16 @@ def embedding_forward(module: nn.Module, state: ModuleState) -> Forward:
 class LookupWeight(Tensor):
     """Stands for a split embedding weight inside a subclass's forward: knows ``F.embedding`` and nothing else."""
 
+    _lookup: Callable[[Tensor], Any]
+    _weight: Tensor
+
     @staticmethod
     def __new__(cls, module: nn.Embedding, state: ModuleState) -> LookupWeight:
+        """Without storage of its own."""
         weight = module.weight
-        self = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device=weight.device)  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device=weight.device)
         self._lookup, self._weight = partial(vocab_embedding, module, state), weight
-        return self  # type: ignore[no-any-return]
+        return self
 
     def __init__(self, module: nn.Embedding, state: ModuleState) -> None:
         super().__init__()
@@ -345,7 +349,7 @@ class LookupWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.embedding:
             weight = args[1]
-            module, state = weight._lookup.args
+            module = weight._lookup.args[0]
             saved, module._parameters["weight"] = module._parameters["weight"], weight._weight
             try:
                 return weight._lookup(args[0])
@@ -357,5 +361,7 @@ class LookupWeight(Tensor):
         raise PlanError(f"vocab_in: the embedding's forward uses its weight in {func}; only a look-up can be split.")
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes it for a method of instances
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise PlanError(f"vocab_in: the embedding's forward uses its weight in {func}; only a look-up can be split.")

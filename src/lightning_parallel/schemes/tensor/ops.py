@@ -11,8 +11,8 @@ from torch.distributed.tensor.experimental import register_sharding
 aten = torch.ops.aten
 
 # Host devices have a flash kernel of their own, for which torch 2.13 has no rule.
-_FORWARD = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu").default
-_BACKWARD = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward").default
+_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def register_attention() -> None:
@@ -36,7 +36,14 @@ def _mask(attn_mask: Any, dim: int) -> Any:
 
 
 def _forward_rule(
-    query: Any, key: Any, value: Any, dropout_p: Any = 0.0, is_causal: Any = False, *, attn_mask: Any = None, scale: Any = None
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    attn_mask: Any = None,
+    scale: Any = None,
 ) -> list[tuple[list[Any], list[Any]]]:
     rules = []
     for dim in [None, *_dims(query, key)]:

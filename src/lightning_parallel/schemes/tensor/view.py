@@ -39,7 +39,7 @@ class GlobalView(TorchFunctionMode):
         if func in _RESHAPES:
             return _reshape(func, args, kwargs)
         if func in _REPEATS:
-            return _WholeGradient.apply(func(*args, **kwargs))
+            return _WholeGradient.apply(func(*args, **kwargs))  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled():
             args = tuple(self._replica(value) for value in args)
             kwargs = {name: self._replica(value) for name, value in kwargs.items()}
@@ -59,10 +59,11 @@ class _WholeGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> DTensor:
         ctx.is_whole = isinstance(x.placements[0], Replicate)
-        return x.view_as(x)
+        same: Any = x.view_as(x)
+        return same  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> DTensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
         return grad.redistribute(placements=[Replicate()]) if ctx.is_whole else grad
 
 
@@ -74,7 +75,7 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
         y = func(x.redistribute(placements=[Replicate()]), *args[1:], **kwargs)
     # A merge of dims, one of which may be a repetition (``x[:, :, None].expand(…).reshape(…)``).
     is_merge = isinstance(y, DTensor) and y.ndim < x.ndim and isinstance(y.placements[0], Replicate)
-    return _WholeGradient.apply(y) if is_merge and y.requires_grad else y
+    return _WholeGradient.apply(y) if is_merge and y.requires_grad else y  # type: ignore[no-untyped-call]
 
 
 def _any_dtensor(values: Any) -> bool:
@@ -90,5 +91,5 @@ def _attention(
     groups = query.size(-3) // key.size(-3)
     if enable_gqa and groups > 1:
         # Repeated as torch does it; each rank then takes the heads that its queries need.
-        key, value = (_WholeGradient.apply(x.repeat_interleave(groups, dim=-3)) for x in (key, value))
+        key, value = (_WholeGradient.apply(x.repeat_interleave(groups, dim=-3)) for x in (key, value))  # type: ignore[no-untyped-call]
     return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
