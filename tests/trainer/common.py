@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a quiet Trainer on one device or on a mesh, and a logger that keeps everything."""
+"""What the tests of this folder share: a quiet Trainer on one device or on a mesh, the data, and a logger."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class GlobalBatchesInOrder(DistributedSampler[int]):
 
 
 class Data(LightningDataModule):
-    """Training in the same global batches on every mesh; the other samples dealt by whatever sampler Lightning injects."""
+    """Training in the same global batches on every mesh; other samples as Lightning's injected sampler deals them."""
 
     def __init__(self, *, train: int = 24, batch: int = 8, val: int = 7, seq: int = 8) -> None:
         super().__init__()

@@ -87,11 +87,9 @@ class ByHand(NanoGPT):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()
-        x, y = batch
         loss = self.loss(batch) / 2
         self.manual_backward(loss)
-        logits = self.logits(x)
-        penalty = logits.square().mean() * 1e-2
+        penalty = self.logits(batch[0]).square().mean() * 1e-2
         self.manual_backward(penalty)
         if batch_idx % 2:
             self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")

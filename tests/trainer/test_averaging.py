@@ -68,9 +68,10 @@ def fit_averaged(strategy: Spec | None, kind: str, folder: str) -> dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world", "kind"), [(DDP, 2, "ema"), (FSDP, 2, "equal"), (one_file(FSDP), 2, "ema"), (FSDP_TP, 4, "ema")],
+    ("strategy", "world", "kind"),
+    [(DDP, 2, "ema"), (FSDP, 2, "equal"), (one_file(FSDP), 2, "ema"), (FSDP_TP, 4, "ema")],
     ids=["ddp", "fsdp", "fsdp-file", "fsdp-tp"],
-)  # fmt: skip
+)
 def test_weight_averaging(pool: WorkerPool, tmp_path: Path, strategy: Spec, world: int, kind: str) -> None:
     # Lightning#21414.
     [expected] = pool.run(fit_averaged, None, kind, str(tmp_path / "one"), world=1)

@@ -39,7 +39,13 @@ class Tiny(NanoGPT):
 
 
 def parse(*arguments: str) -> Any:
-    options = ["accelerator=cpu", "devices=1", "logger=false", "enable_checkpointing=false", "enable_progress_bar=false"]
+    options = [
+        "accelerator=cpu",
+        "devices=1",
+        "logger=false",
+        "enable_checkpointing=false",
+        "enable_progress_bar=false",
+    ]
     cli = LightningCLI(
         Tiny, Data, run=False, args=[f"--trainer.{option}" for option in options] + [*arguments],
         save_config_callback=None, seed_everything_default=False,

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning import Callback, LightningModule, Trainer
 
 from tests.support.models import NanoGPT
 from tests.support.pool import WorkerPool

@@ -12,7 +12,18 @@ import torch
 from tests.support.models import NANOGPT_PLAN, NanoGPT
 from tests.support.pool import WorkerPool
 from tests.support.specs import Spec
-from tests.trainer.common import DDP, DDP_TP, FSDP, FSDP_TP, Data, largest_difference, make_trainer, one_file, seed, weights
+from tests.trainer.common import (
+    DDP,
+    DDP_TP,
+    FSDP,
+    FSDP_TP,
+    Data,
+    largest_difference,
+    make_trainer,
+    one_file,
+    seed,
+    weights,
+)
 
 OFFLOADED: Spec = ("FullyShardedDataParallel", {"cpu_offload": True})
 HSDP: Spec = ("HybridParallel", {"ddp": 2, "fsdp": 2})
