@@ -112,13 +112,19 @@ class ParallelPlan:
     def resolve(self, module: nn.Module) -> dict[str, Role]:
         """Module name to role, for every module that a glob matches.
 
+        The role ``replicate`` also takes the name of a parameter, for one that a module with parallel layers below it
+        holds itself (learnt positions, say).
+
         Raises:
             PlanError: A glob matches nothing (with the nearest names), or two globs give one module two roles.
         """
         names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+        parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         found: dict[str, tuple[str, Role]] = {}
         for glob, role in self.parsed.items():
             matched = [name for name in names if matches(name, glob)]
+            if not matched and role.name == "replicate":
+                matched = [name for name in parameters if matches(name, glob)]
             if not matched:
                 raise PlanError(f"{self.source}: {glob!r} ({role}) matches no module. {_nearest(glob, names)}")
             for name in matched:

@@ -58,7 +58,10 @@ class TensorSplit:
         sequence_parallel: bool,
         source: str,
     ) -> None:
-        self.module, self.roles, self.blocks, self.tp, self.source = module, roles, list(blocks), tp, source
+        self.module, self.blocks, self.tp, self.source = module, list(blocks), tp, source
+        names = {name for name, _ in module.named_modules(remove_duplicate=False)}
+        self.roles = {name: role for name, role in roles.items() if name in names}
+        self._whole = set(roles) - names  # single parameters
         self.device = device
         self.context = Context(tp, SplitStreams(device, tp.get_local_rank()), sequence_parallel)
         self._names = {id(child): name for name, child in module.named_modules()}
@@ -178,15 +181,17 @@ class TensorSplit:
         for name, _, attribute, parameter in iter_parameters(self.module):
             if id(parameter) in seen or parameter.ndim < 2 or any(_inside(name, top) for top in covered):
                 continue
+            if f"{name}.{attribute}" in self._whole:
+                continue
             seen.add(id(parameter))
             left[re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", f"{name}.{attribute}")] += parameter.numel()
         for name, numel in left.items():
             if numel > LARGE * total:
                 owner = name.rpartition(".")[0]
                 raise PlanError(
-                    f"{self.source}: {name} ({numel:,} parameters, {numel / total:.0%} of the model) has no role, so "
-                    f"every tp rank would hold and compute it whole. Give {owner!r} a role (colwise, rowwise, "
-                    "fused(n), vocab_in, vocab_out), or say replicate."
+                    f"{self.source}: {name} ({numel:,} parameters, {numel / total:.0%} of the model) has no role, "
+                    f"so every tp rank would hold and compute it whole. Give {owner!r} a role (colwise, rowwise, "
+                    f"fused(n), vocab_in, vocab_out), or {name!r} the role replicate."
                 )
 
     def _plan_storages(self) -> dict[tuple[str, str], Storage]:
