@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.support.failures import RankError
 from tests.support.models import NANOGPT_PLAN, Classifier, EncoderLM, HandLlama, HuggingFaceLM, NanoGPT, llama_plan
@@ -148,6 +149,29 @@ class WronglyPublished(HuggingFaceLM):
         for model in (self.model.model, self.model):
             prefix = "model." if model is self.model else ""
             model._tp_plan = {prefix + name: style for name, style in wrong.items()}
+
+
+def test_a_residual_in_a_local_region_is_refused(pool: WorkerPool) -> None:
+    roles = {"model.1": "local", "model.1.up": "colwise", "model.1.down": "rowwise", "model.0": "replicate"}
+    with pytest.raises(RankError, match=r"PlanError: A module with the role local adds its input"):
+        check(pool, Residual, TP, plan={**roles, "model.2": "replicate"})
+    del roles["model.1"]
+    check(pool, Residual, TP, plan={**roles, "model.2": "replicate"})
+
+
+class ResidualMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Residual(Classifier):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.model = nn.Sequential(nn.Linear(16, 16), ResidualMLP(), nn.Linear(16, self.classes))
 
 
 def test_positions_come_from_the_whole_sequence(pool: WorkerPool) -> None:

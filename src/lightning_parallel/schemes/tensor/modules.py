@@ -86,6 +86,24 @@ def enter(x: Tensor, tp: DeviceMesh) -> Tensor:
     return replicated(x, tp).to_local(grad_placements=[Partial()])
 
 
+class _LocalInput(torch.autograd.Function):
+    """Nothing forward; refuses the gradient of an input that met the summed output of a ``local`` region."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        if isinstance(grad, DTensor):
+            raise PlanError(
+                "A module with the role local adds its input to the output of a rowwise layer (a residual, say). Its "
+                "input's gradient is then whole, where those of the column-wise layers are parts. Take the role local "
+                "away: the module then runs in the global view."
+            )
+        return grad
+
+
 def leave(x: Any) -> Any:
     """A DTensor as a plain tensor, the same on every rank; anything else as it is."""
     if isinstance(x, LazyShard):
@@ -267,7 +285,7 @@ def region_forward(original: Forward, state: ModuleState, *args: Any, **kwargs: 
     def come_in(x: Any) -> Any:
         if not isinstance(x, Tensor) or not (isinstance(x, (DTensor, LazyShard)) or x.requires_grad):
             return x
-        return enter(x, tp) if local else replicated(x, tp)
+        return _LocalInput.apply(enter(x, tp)) if local else replicated(x, tp)
 
     args, kwargs = convert(come_in, args, kwargs)
     try:
