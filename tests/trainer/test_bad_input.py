@@ -29,6 +29,7 @@ from tests.support.models import (
     NanoGPT,
     llama_plan,
 )
+from tests.support.parity import assert_same_training
 from tests.support.pool import WorkerPool
 from tests.support.specs import Spec, build_strategy
 from tests.support.training import GlobalBatches
@@ -182,6 +183,12 @@ def test_features_that_do_not_divide_in_a_local_region(pool: WorkerPool) -> None
     roles = plan(NANOGPT_PLAN, model__h__X__attn__c_attn="replicate", model__h__X__attn__c_proj="replicate")
     shown = ["tp=3 does not divide out_features=128 of 'model.h.0.mlp.c_fc'", "Use a tp size of [1, 2, 4, 8"]
     assert_refused(pool, PlanError, shown, fit, NanoGPT, ("TensorParallel", {"plan": roles}), world=3)
+
+
+def test_heads_that_do_not_divide_are_right_where_code_keeps_global_sizes(pool: WorkerPool) -> None:
+    """Three heads on two ranks: no region is `local`, so nothing is refused, and the numbers are one device's."""
+    model = {"dim": 48, "heads": 3}
+    assert_same_training(pool, NanoGPT, ("TensorParallel", {}), world=2, plan=NANOGPT_PLAN, model_kwargs=model)
 
 
 def test_experts_train_where_nothing_is_split(pool: WorkerPool) -> None:
