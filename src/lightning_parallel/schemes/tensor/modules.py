@@ -94,7 +94,7 @@ class _LocalInput(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         if isinstance(grad, DTensor):
             raise PlanError(
                 "A module with the role local adds its input to the output of a rowwise layer (a residual, say). Its "
@@ -285,7 +285,7 @@ def region_forward(original: Forward, state: ModuleState, *args: Any, **kwargs: 
     def come_in(x: Any) -> Any:
         if not isinstance(x, Tensor) or not (isinstance(x, (DTensor, LazyShard)) or x.requires_grad):
             return x
-        return _LocalInput.apply(enter(x, tp)) if local else replicated(x, tp)
+        return _LocalInput.apply(enter(x, tp)) if local else replicated(x, tp)  # type: ignore[no-untyped-call]
 
     args, kwargs = convert(come_in, args, kwargs)
     try:
