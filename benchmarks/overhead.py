@@ -2,12 +2,12 @@
 
     python benchmarks/overhead.py [--rounds 7] [--steps 12] [--case fsdp …]
 
-Each case runs its arms in turn, round after round, in the same processes, so that all see the same machine. A step is timed
-from batch to batch, data loading and optimizer included; the first steps of a round are left out. The figure is the median
-over rounds of the ratio of the two medians of one round. Only ratios of one run mean anything.
+Each case runs its arms in turn, round after round, in the same processes, so that all see the same machine. A step is
+timed from batch to batch, data loading and optimizer included; the first steps of a round are left out. The figure is
+the median over rounds of the ratio of the two medians of one round. Only ratios of one run mean anything.
 
-By hand means torch's own API on the same mesh: DistributedDataParallel, fully_shard for each block, parallelize_module with
-sequence parallel and a loss on split logits.
+By hand means torch's own API on the same mesh: DistributedDataParallel, fully_shard for each block, parallelize_module
+with sequence parallel and a loss on split logits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 STEPS_SKIPPED = 3
@@ -29,9 +30,8 @@ BATCH, SEQ = 4, 64
 
 def batches(count: int) -> Any:
     import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
     from model import VOCAB
+    from torch.utils.data import DataLoader, TensorDataset
 
     tokens = torch.randint(0, VOCAB, (count * BATCH, SEQ + 1), generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone()), batch_size=BATCH)
@@ -51,13 +51,12 @@ def time_by_hand(prepare: Callable[[Any], Any], steps: int) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return [b - a for a, b in zip(stamps, stamps[1:], strict=False)][STEPS_SKIPPED:]
+    return [b - a for a, b in pairwise(stamps)][STEPS_SKIPPED:]
 
 
 def time_trainer(strategy: Any, steps: int, module: Any = None) -> list[float]:
     """Seconds of each step of ``Trainer.fit``."""
     from lightning import Callback, Trainer
-
     from model import LanguageModel
 
     stamps: list[float] = []
@@ -68,17 +67,16 @@ def time_trainer(strategy: Any, steps: int, module: Any = None) -> list[float]:
 
     trainer = Trainer(
         accelerator="auto", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, max_steps=steps + 1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        callbacks=[Stamp()],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, callbacks=[Stamp()],
     )  # fmt: skip
     trainer.fit(module or LanguageModel(), batches(steps + 1))
-    return [b - a for a, b in zip(stamps, stamps[1:], strict=False)][STEPS_SKIPPED:]
+    return [b - a for a, b in pairwise(stamps)][STEPS_SKIPPED:]
 
 
 def ddp_by_hand(module: Any) -> Any:
-    from torch.nn.parallel import DistributedDataParallel
-
     import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(module.model)
     return lambda batch: F.cross_entropy(wrapped(batch[0]).flatten(0, 1), batch[1].flatten())
@@ -161,7 +159,6 @@ def fsdp_tp_by_hand(module: Any) -> Any:
 def lightning_model_parallel(**sizes: int) -> tuple[Any, Any]:
     """Lightning's strategy and a module that shards itself in ``configure_model``, as that strategy asks."""
     from lightning.pytorch.strategies import ModelParallelStrategy
-
     from model import LanguageModel
 
     class SelfSharded(LanguageModel):
@@ -174,10 +171,10 @@ def lightning_model_parallel(**sizes: int) -> tuple[Any, Any]:
 
 def cases() -> dict[str, tuple[int, dict[str, Callable[[int], list[float]]]]]:
     """Name to (processes, arms); the first arm is ours."""
-    import lightning_parallel as lp
     from lightning.pytorch.strategies import DDPStrategy
-
     from model import PLAN
+
+    import lightning_parallel as lp
 
     def model_parallel(steps: int) -> list[float]:
         strategy, module = lightning_model_parallel(data_parallel_size=2, tensor_parallel_size=1)
@@ -252,7 +249,14 @@ def main() -> None:
     for name, (processes, _) in cases().items():
         if args.case and name not in args.case:
             continue
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", __file__]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={processes}",
+            "--standalone",
+            __file__,
+        ]
         command += ["--worker", name, f"--rounds={args.rounds}", f"--steps={args.steps}"]
         subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR"))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.failures import RankError
 from tests.support.meshes import mesh_params
 from tests.support.models import (
     GAN,
@@ -20,7 +21,6 @@ from tests.support.models import (
     llama_plan,
 )
 from tests.support.parity import Tolerance, assert_same_training
-from tests.support.failures import RankError
 from tests.support.pool import WorkerPool
 
 AXES = ("ddp", "fsdp", "tp")
@@ -120,13 +120,11 @@ def test_optimizer_implementations(pool: WorkerPool, mesh: dict[str, int], flags
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 2, "tp": 2}], ids=str)
 def test_clipping_by_value(pool: WorkerPool, mesh: dict[str, int]) -> None:
-    assert_same_training(
-        pool, HuggingFaceLM, ("HybridParallel", mesh), world=4, clip_val=0.01, clip_algorithm="value"
-    )
+    assert_same_training(pool, HuggingFaceLM, ("HybridParallel", mesh), world=4, clip_val=0.01, clip_algorithm="value")
 
 
 def test_a_wrong_plan_is_noticed(pool: WorkerPool) -> None:
     """The proof that these tests can fail: the packed projection cut as if it were one part."""
     wrong = {**NANOGPT_PLAN, "model.h.*.attn": "local"}
-    with pytest.raises(RankError, match="shape|size|expected 3"):
+    with pytest.raises(RankError, match=r"shape|size|expected 3"):
         assert_same_training(pool, NanoGPT, ("TensorParallel", {}), world=2, plan=wrong)
