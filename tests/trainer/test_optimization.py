@@ -65,7 +65,7 @@ def test_scalar_parameters(pool: WorkerPool, strategy: Spec, world: int) -> None
     )
 
 
-@on_all_axes
+@on_data_axes
 def test_dict_outputs(pool: WorkerPool, strategy: Spec, world: int) -> None:
     assert_same_training(pool, ReturnsDict, strategy, world=world)
 

@@ -14,7 +14,6 @@ from tests.support.pool import WorkerPool
 from tests.support.specs import Spec
 from tests.trainer.common import (
     DDP,
-    DDP_TP,
     FSDP,
     FSDP_TP,
     Data,
@@ -75,11 +74,10 @@ def run_in_order(strategy: Spec | None, order: str, folder: str) -> dict[str, An
         (OFFLOADED, 2, "tfpf"),
         (TP_FILE, 2, "vfvtpf"),
         (HSDP, 4, "pvf"),
-        (DDP_TP, 4, "fvtpf"),
-        (FSDP_TP, 4, "vfvtpf"),
-        (one_file(FSDP_TP), 4, "tpfvf"),
+        (FSDP_TP, 4, "vftpf"),
+        (one_file(FSDP_TP), 4, "tpf"),
     ],
-    ids=["ddp", "fsdp", "fsdp-file", "offloaded", "tp-file", "hsdp", "ddp-tp", "fsdp-tp", "fsdp-tp-file"],
+    ids=["ddp", "fsdp", "fsdp-file", "offloaded", "tp-file", "hsdp", "fsdp-tp", "fsdp-tp-file"],
 )
 def test_any_order(pool: WorkerPool, tmp_path: Path, strategy: Spec, world: int, order: str) -> None:
     # Lightning#18971; pytorch#149205: an evaluation first must not leave the optimizer with old parameters.
