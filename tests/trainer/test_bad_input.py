@@ -125,7 +125,7 @@ MLP = "model__h__X__mlp"
             NanoGPT,
             {},
             plan(NANOGPT_PLAN, **{f"{MLP}__c_fc": None, f"{MLP}__c_proj": None}),
-            ["plan=: model.h.*.mlp.c_fc.weight (8,192 parameters", "of the model) has no role", "say replicate"],
+            ["plan=: model.h.*.mlp.c_fc.weight (8,192 parameters", "of the model) has no role", "the role replicate"],
         ),
         (
             NanoGPT,
