@@ -49,13 +49,13 @@ class Block(nn.Module):
 class Masks(LightningModule):
     """Keeps the masks that dropout drew, as the modules saw them (a rank's own part, or the whole)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep: bool = True) -> None:
         super().__init__()
         self.embedding_dropout = nn.Dropout(RATE)
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.seen: dict[str, list[Tensor]] = {}
         for name, module in self.named_modules():
-            if isinstance(module, nn.Dropout):
+            if keep and isinstance(module, nn.Dropout):
                 self.seen[name] = []
                 module.register_forward_hook(lambda _, args, out, name=name: self._keep(name, args[0], out))
 
@@ -78,7 +78,8 @@ PLAN = {
 }
 
 
-def _set_up(module: nn.Module, sizes: Mapping[str, int], plan: Mapping[str, str], **options: Any) -> EagerStep:
+def set_up(module: nn.Module, sizes: Mapping[str, int], plan: Mapping[str, str], **options: Any) -> EagerStep:
+    """Parallelise ``module`` and seed the ranks."""
     dist.init_process_group("gloo")
     mesh = ParallelMesh("cpu", ResolvedSizes(**sizes))
     recipe = Recipe(plan=ParallelPlan(plan), **options)
@@ -93,7 +94,7 @@ def draw(local: bool, sequence_parallel: bool, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Masks()
     plan = {**PLAN, "layers.*.layer": "local"} if local else PLAN
-    step = _set_up(module, {"ddp": 2, "tp": 2}, plan, sequence_parallel=sequence_parallel)
+    step = set_up(module, {"ddp": 2, "tp": 2}, plan, sequence_parallel=sequence_parallel)
     x = torch.ones(4, SEQ, DIM)
     for _ in range(steps):
         for masks in module.seen.values():
@@ -132,7 +133,7 @@ def recompute(local: bool) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     module = Masks()
     plan = {**PLAN, "layers.*.layer": "local"} if local else PLAN
-    step = _set_up(module, {"tp": 2}, plan)
+    step = set_up(module, {"tp": 2}, plan)
     state, results = torch.get_rng_state(), []
     x = torch.randn(4, SEQ, DIM, generator=torch.Generator().manual_seed(1))
     for again in (False, True):
@@ -165,7 +166,7 @@ def attention(dropout: float) -> dict[str, Any]:
     """Attention on heads that are split (dim 1): the mask of each rank's own heads shows in its outputs."""
     torch.manual_seed(0)
     module = NanoGPT(heads=2, layers=1, dropout=0.0)
-    step = _set_up(module, {"tp": 2}, NANOGPT_PLAN)
+    step = set_up(module, {"tp": 2}, NANOGPT_PLAN)
     module.model.h[0].attn.dropout = dropout
     with torch.no_grad():  # one query's output is one value: the sum of what dropout left of it
         module.model.h[0].attn.c_attn.weight.to_local().zero_()
