@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.parity.test_randomness import set_up
 from tests.support.failures import RankError
 from tests.support.models import NANOGPT_PLAN, Classifier, EncoderLM, HandLlama, HuggingFaceLM, NanoGPT, llama_plan
 from tests.support.packed import ENCODER_PLAN, FORMS, Packed, packed_plan
@@ -97,6 +98,24 @@ def test_hugging_face_with_one_key_value_head(pool: WorkerPool) -> None:
 def test_torch_encoder(pool: WorkerPool, mesh: Any) -> None:
     world = 2 if mesh == TP else 4
     check(pool, EncoderLM, mesh, world=world, plan=ENCODER_PLAN)
+
+
+def evaluate_encoder(sizes: dict[str, int]) -> float:
+    """How far logits in evaluation are from those of the plain module."""
+    torch.manual_seed(0)
+    module, tokens = EncoderLM().eval(), torch.arange(64).view(4, 16)
+    with torch.no_grad():
+        expected = module.logits(tokens)
+        step = set_up(module, sizes, ENCODER_PLAN)
+        seen = step.run(lambda: module.logits(tokens), keep_gathered=False)
+    return float((seen - expected).abs().max())
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"fsdp": 2, "tp": 2}], ids=str)
+def test_torch_encoder_in_evaluation(pool: WorkerPool, sizes: dict[str, int]) -> None:
+    """torch's fused layer, which it takes in evaluation only, reads weights past their modules."""
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert max(pool.run(evaluate_encoder, sizes, world=2 * len(sizes))) < 1e-6
 
 
 @pytest.mark.parametrize("split", [(0, 2), (2, 4)])
