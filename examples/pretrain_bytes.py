@@ -37,7 +37,7 @@ def rotary_angles(context: int, head_dim: int, base: float = 10_000.0) -> Tensor
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (arXiv:2104.09864): turn each half-and-half pair of (…, time, head_dim)."""
     a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)  # the tables may be wider
 
 
 class Attention(nn.Module):

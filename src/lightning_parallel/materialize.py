@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from lightning_parallel.errors import ParallelConfigError
 
-Owner = tuple[str, nn.Module]
-
 
 class Materializer:
     """Brings the parameters and buffers of one module to their device with one value on every rank.

@@ -50,10 +50,12 @@ class ModuleState:
     """What one module needs to run in parallel.
 
     Attributes:
+        role: Name of the role, or ``None`` for a module that the plan leaves whole.
         storages: Attribute name to storage, for the module's own parameters.
+        parts: Ratio of the parts of a packed projection.
         in_local: Inside a ``local`` region: inputs and outputs are plain local shards.
         in_block: Inside a repeated block, where the residual stream may be sharded along the sequence.
-        role: Name of the role, or ``None`` for a module that the plan leaves whole.
+        in_region: Inside a module that gathers its inputs for the projections below it.
     """
 
     context: Context
