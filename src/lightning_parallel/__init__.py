@@ -6,6 +6,7 @@ from lightning_parallel.plan import ParallelPlan as ParallelPlan
 from lightning_parallel.strategies import DataParallel as DataParallel
 from lightning_parallel.strategies import FullyShardedDataParallel as FullyShardedDataParallel
 from lightning_parallel.strategies import HybridParallel as HybridParallel
+from lightning_parallel.strategies import PipelineParallel as PipelineParallel
 from lightning_parallel.strategies import TensorParallel as TensorParallel
 from lightning_parallel.strategies import register
 

@@ -6,12 +6,30 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+# Shapes and dtypes of values that this rank does not compute, autocast included. torch.compile's own, not exported.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+# A stage whose microbatches are steps of a LightningModule, not calls of a module on tensors of one shape: the exported
+# ``PipelineStage`` takes only the latter. The base class is what torch's schedules are written against, and the three
+# functions are how they run backward, whole or split into inputs and weights. The runtime takes a schedule from a file.
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineScheduleRuntime
+from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 from torch.distributed.tensor import DTensor
 
 # A packed projection (query, key and value in one matrix) is split part by part. The placement that says so is
@@ -19,20 +37,29 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 # Walks what a forward or a step takes and returns; the public torch.utils.pytree is another implementation, and newer.
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 __all__ = [
+    "FAKE_ERRORS",
     "HOST",
+    "PipelineScheduleRuntime",
+    "PipelineStageBase",
     "StridedShard",
     "all_ranks_reach",
+    "fake_mode",
     "flatten_mesh",
     "install_rng_tracker",
     "plain_tensors_as_replicas",
     "queue_backward_callback",
+    "reduce_fully_sharded",
     "shards_behind_url",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+    "tree_leaves",
     "tree_map",
 ]
 
@@ -97,3 +124,28 @@ def plain_tensors_as_replicas() -> Iterator[None]:
         yield
     finally:
         dispatcher._allow_implicit_replication = before
+
+
+# What an operation on fake tensors raises where the result depends on values.
+FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+@lru_cache
+def fake_mode() -> FakeTensorMode:
+    """The one mode that all fake tensors of this process belong to; a context manager."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def reduce_fully_sharded(root: nn.Module) -> None:
+    """Reduce the gradients that several backwards without synchronisation left on gathered parameters.
+
+    torch's own pipeline stages do the same at the end of a schedule; there is no public call for it.
+    """
+    state = fully_shard.state(root)  # type: ignore[attr-defined]
+    for each in state._state_ctx.all_states:
+        groups = getattr(each, "_fsdp_param_groups", None)  # one group, under another name, before torch 2.13
+        if groups is None:
+            groups = [each._fsdp_param_group] if each._fsdp_param_group else []
+        for group in groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()

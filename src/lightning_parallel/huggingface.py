@@ -1,4 +1,4 @@
-"""Reads the tensor-parallel plan that Hugging Face models publish (``_tp_plan``) into roles.
+"""Reads the plans that Hugging Face models publish: ``_tp_plan`` into roles, ``_pp_plan`` into an order.
 
 Nothing is imported from ``transformers``: a model is recognised by what it carries.
 """
@@ -44,6 +44,19 @@ def published_plan(module: nn.Module) -> ParallelPlan | None:
     if not roles:
         return None
     return ParallelPlan(roles, f"{type(module.get_submodule(source)).__name__}'s published _tp_plan")
+
+
+def published_order(model: nn.Module) -> list[nn.Module]:
+    """The children of a Hugging Face model that its ``_pp_plan`` names, in the order in which they run.
+
+    A base model publishes all of its parts, a model for some task only what follows its base model (``lm_head``). The
+    plans of its children, which ``transformers`` puts after its own with dotted names, are left to them.
+    """
+    if not _is_pretrained(model):
+        return []
+    plans = [getattr(getattr(model, "config", None), "base_model_pp_plan", None), getattr(model, "_pp_plan", None)]
+    names = dict.fromkeys(name for plan in plans if isinstance(plan, Mapping) for name in plan)
+    return [child for name in names if (child := model._modules.get(name)) is not None]
 
 
 def share_heads(module: nn.Module, roles: Mapping[str, Role], tp_size: int) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
 
 
 class Materializer:
@@ -26,10 +27,11 @@ class Materializer:
         module: The LightningModule.
         device: Where the tensors go.
         seed: The same on every rank; what meta-device parameters are drawn from.
+        agreed: Real weights are the same on every rank already: see `agree`.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, seed: int) -> None:
-        self.module, self.device, self.seed = module, device, seed
+    def __init__(self, module: nn.Module, device: torch.device, seed: int, *, agreed: bool = False) -> None:
+        self.module, self.device, self.seed, self._agreed = module, device, seed, agreed
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}  # id of the old tensor: (old, new); keeps the id alive
         self._done: set[int] = set()
         self._names = {id(child): name for name, child in module.named_modules()}
@@ -66,7 +68,7 @@ class Materializer:
         stores: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
         for store in stores:
             for name, tensor in store.items():
-                if tensor is None:
+                if tensor is None or is_ghost(tensor):
                     continue
                 if id(tensor) not in self._moved:
                     self._moved[id(tensor)] = (tensor, self._new(tensor))
@@ -80,7 +82,7 @@ class Materializer:
             data = torch.full_like(tensor, _unset(tensor.dtype), device=self.device)
         else:
             data = tensor.detach().to(self.device).contiguous()
-            if dist.is_initialized() and dist.get_world_size() > 1:
+            if not self._agreed and dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(data, src=0)
         if not isinstance(tensor, nn.Parameter):
             return data
@@ -156,8 +158,18 @@ def _is_unset(tensor: Tensor) -> Tensor:
 def _own_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for store in (owner._parameters, owner._buffers):
         for name, tensor in store.items():
-            if tensor is not None:
+            if tensor is not None and not is_ghost(tensor):
                 yield name, tensor
+
+
+def agree(module: nn.Module, device: torch.device) -> None:
+    """Give every rank rank 0's values of what was built off the meta device, one tensor at a time, in place."""
+    with torch.no_grad():
+        for tensor in {id(tensor): tensor for _, tensor in _all_tensors(module)}.values():
+            if not tensor.is_meta:
+                value = tensor.detach().to(device).contiguous()
+                dist.broadcast(value, src=0)
+                tensor.copy_(value)
 
 
 def describe(module: nn.Module) -> list[str]:

@@ -1,11 +1,12 @@
 """Sizes, ``"auto"``, and the named device mesh with the views that the rest asks for.
 
-A mesh has axes, a tensor has dims. Axes, outermost first: ``ddp`` (replicas), ``fsdp`` (shards), ``tp``.
+A mesh has axes, a tensor has dims. Axes, outermost first: ``pp`` (stages), ``ddp`` (replicas), ``fsdp`` (shards), ``tp``.
 The *data rank* counts over ``ddp × fsdp``: ranks that share one see the same samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_parallel._torch import flatten_mesh
 from lightning_parallel.errors import ParallelConfigError
 
-AXES = ("ddp", "fsdp", "tp")
+AXES = ("pp", "ddp", "fsdp", "tp")
 Size = int | Literal["auto"]
 
 
@@ -29,6 +30,7 @@ def divisors(number: int) -> list[int]:
 class MeshSizes:
     """How many devices each axis has; at most one of them ``"auto"``, the devices left over."""
 
+    pp: Size = 1
     ddp: Size = 1
     fsdp: Size = 1
     tp: Size = 1
@@ -88,6 +90,7 @@ class MeshSizes:
 class ResolvedSizes:
     """Final sizes, one integer an axis."""
 
+    pp: int = 1
     ddp: int = 1
     fsdp: int = 1
     tp: int = 1
@@ -115,7 +118,7 @@ class ResolvedSizes:
 
     def data_rank(self, rank: int) -> int:
         """Position of ``rank`` among the data ranks."""
-        return rank // self.tp
+        return rank // self.tp % self.data
 
     def __str__(self) -> str:
         return " × ".join(f"{axis}={size}" for axis, size in self.as_dict().items() if size > 1) or "one device"
@@ -133,6 +136,25 @@ class ParallelMesh:
             device_type, tuple(sizes.as_dict().values()), mesh_dim_names=AXES
         )
         self._data = flatten_mesh(self.device_mesh["ddp", "fsdp"], "data")
+
+    @property
+    def pp(self) -> DeviceMesh:
+        """The pipeline axis, one-dimensional."""
+        return self.device_mesh["pp"]
+
+    def pipeline_groups(self, parts: Iterable[frozenset[int]]) -> dict[frozenset[int], dist.ProcessGroup]:
+        """For each set of positions on the ``pp`` axis, this rank's group of them; nothing where it is in none.
+
+        A collective over the world: every rank gives the same sets, in any order.
+        """
+        groups: dict[frozenset[int], dist.ProcessGroup] = {}
+        for part in sorted(set(parts), key=sorted):
+            for column in self.device_mesh.mesh.flatten(1).t().tolist():
+                ranks = [column[position] for position in sorted(part)]
+                group = dist.new_group(ranks)
+                if dist.get_rank() in ranks:
+                    groups[part] = group
+        return groups
 
     @property
     def tp(self) -> DeviceMesh:

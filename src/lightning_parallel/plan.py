@@ -25,6 +25,8 @@ ROLES: Mapping[str, str] = {
     "vocab_out": "output head, vocabulary split, feeds cross entropy",
     "norm": "normalisation over the last dim, or anything else that treats each token apart",
     "block": "one of the repeated layers: a unit of sharding and of sequence parallelism",
+    "stem": "used before the blocks: on the first pipeline stage",
+    "head": "used after the blocks: on the last pipeline stage",
     "replicate": "kept whole on every tensor-parallel rank",
     "local": "its code uses no global sizes, so it may run on plain local shards",
 }
@@ -112,8 +114,8 @@ class ParallelPlan:
     def resolve(self, module: nn.Module) -> dict[str, Role]:
         """Module name to role, for every module that a glob matches.
 
-        The role ``replicate`` also takes the name of a parameter, for one that a module with parallel layers below it
-        holds itself (learnt positions, say).
+        The roles ``replicate``, ``stem`` and ``head`` also take the name of a parameter, for one that a module with
+        parallel layers below it holds itself (learnt positions, say), or whose module has another role.
 
         Raises:
             PlanError: A glob matches nothing (with the nearest names), or two globs give one module two roles.
@@ -123,7 +125,7 @@ class ParallelPlan:
         found: dict[str, tuple[str, Role]] = {}
         for glob, role in self.parsed.items():
             matched = [name for name in names if matches(name, glob)]
-            if not matched and role.name == "replicate":
+            if not matched and role.name in ("replicate", "stem", "head"):
                 matched = [name for name in parameters if matches(name, glob)]
             if not matched:
                 raise PlanError(f"{self.source}: {glob!r} ({role}) matches no module. {_nearest(glob, names)}")
@@ -170,7 +172,7 @@ def repeated_blocks(module: nn.Module, roles: Mapping[str, Role]) -> list[str]:
     total = sum(p.numel() for p in module.parameters())
     found: list[str] = []
     for name, candidate in module.named_modules():
-        if any(name.startswith(f"{block}.") for block in found) or not _is_homogeneous(candidate):
+        if any(name.startswith(f"{block}.") for block in found) or not is_homogeneous(candidate):
             continue
         if sum(p.numel() for p in candidate.parameters()) * 20 >= total:
             prefix = f"{name}." if name else ""
@@ -178,7 +180,8 @@ def repeated_blocks(module: nn.Module, roles: Mapping[str, Role]) -> list[str]:
     return found
 
 
-def _is_homogeneous(module: nn.Module) -> bool:
+def is_homogeneous(module: nn.Module) -> bool:
+    """Whether a module is a list of repeated layers: two or more of one class, all with parameters."""
     children = list(module._modules.values())
     return (
         isinstance(module, (nn.ModuleList, nn.Sequential))

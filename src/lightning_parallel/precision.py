@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_parallel.schemes.clipping import clip_grad_norm, clip_grad_value
+from lightning_parallel.schemes.clipping import Stages, clip_grad_norm, clip_grad_value
 
 
 def adapt_precision(
@@ -56,11 +56,15 @@ class _ParallelPrecision(Precision):
     """What goes in front of a plugin's class. Never instantiated."""
 
     error_if_nonfinite: bool
+    stages: Stages | None = None
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         has_scaler = getattr(self, "scaler", None) is not None
         clip_grad_norm(
-            self.main_params(optimizer), clip_val, error_if_nonfinite=self.error_if_nonfinite and not has_scaler
+            self.main_params(optimizer),
+            clip_val,
+            error_if_nonfinite=self.error_if_nonfinite and not has_scaler,
+            stages=self.stages,
         )
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.errors import ParallelConfigError, PlanError
-from lightning_parallel.materialize import Materializer
+from lightning_parallel.materialize import Materializer, agree
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.plan import ParallelPlan, repeated_blocks
+from lightning_parallel.plan import ParallelPlan, Role, repeated_blocks
 from lightning_parallel.schemes.data import (
     FullyShardedOptions,
     GradientReducer,
@@ -22,6 +22,10 @@ from lightning_parallel.schemes.data import (
     set_prefetch,
     shard_unit,
 )
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
+from lightning_parallel.schemes.pipeline.schedules import ScheduleSpec
+from lightning_parallel.schemes.pipeline.split import split_stages
+from lightning_parallel.schemes.pipeline.stages import StagedModule
 from lightning_parallel.schemes.tensor import TensorSplit
 
 _REDUCER = "_lightning_parallel_reducer"
@@ -36,6 +40,16 @@ class Recipe:
     sequence_parallel: bool = True
     find_unused_parameters: bool = False
     compile: bool | dict[str, Any] = False
+    pipeline: PipelineOptions | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineOptions:
+    """How a pipeline runs; the strategy's docstring explains each."""
+
+    spec: ScheduleSpec
+    balance: Literal["even", "cost"] = "even"
+    boundaries: Sequence[str] | None = None
 
 
 @dataclass(slots=True)
@@ -49,6 +63,8 @@ class Parallelized:
         keeps_whole: Gathered parameters stay so through an accumulation window.
         unsharded: The parameters that FSDP does not hold.
         reducer: Averages their gradients over the data ranks.
+        staged: This rank's pipeline stages of the module.
+        ties: Positions on the ``pp`` axis to the parameters that these ranks each have a copy of.
     """
 
     blocks: list[nn.Module]
@@ -57,12 +73,14 @@ class Parallelized:
     keeps_whole: bool
     unsharded: list[nn.Parameter]
     reducer: GradientReducer | None
+    staged: StagedModule | None = None
+    ties: dict[frozenset[int], list[nn.Parameter]] = field(default_factory=dict)
 
 
 def parallelize(
     module: nn.Module, mesh: ParallelMesh, recipe: Recipe, *, device: torch.device, seed: int
 ) -> Parallelized:
-    """Materialise, split over ``tp``, compile, and shard or replicate ``module``, in place.
+    """Split into stages, materialise, split over ``tp``, compile, and shard or replicate ``module``, in place.
 
     Args:
         module: The LightningModule; whole, on the host or on the meta device.
@@ -78,7 +96,11 @@ def parallelize(
     check_untouched(module)
     roles = recipe.plan.resolve(module) if recipe.plan else {}
     names = repeated_blocks(module, roles)
-    blocks = _distinct([module.get_submodule(name) for name in names])
+    staged = None
+    if recipe.pipeline:
+        staged = stage_module(module, roles, recipe.pipeline, mesh, device)
+    here = [name for name in names if not any(map(is_ghost, module.get_submodule(name).parameters()))]
+    blocks = _distinct([module.get_submodule(name) for name in here])
     is_sharded = mesh.sizes.fsdp > 1 or recipe.fully_sharded.cpu_offload
     split = None
     if mesh.sizes.tp > 1:
@@ -88,11 +110,15 @@ def parallelize(
                 "of module name to role), define parallel_plan() on the LightningModule, or use a Hugging Face model "
                 "that publishes one."
             )
+        places = ("stem", "head")  # which stage a module is on says nothing of how it is split
         split = TensorSplit(
-            module, roles, names, mesh.tp, device,
+            module, {name: role for name, role in roles.items() if role.name not in places}, names, mesh.tp, device,
             sequence_parallel=recipe.sequence_parallel, source=recipe.plan.source,
         )  # fmt: skip
-    materializer = Materializer(module, device, seed)
+    materializer = Materializer(module, device, seed, agreed=staged is not None)
+    options = recipe.fully_sharded
+    if staged:  # gathered once a step, not once a microbatch
+        options = replace(options, reshard_after_forward=False)
     shared = shared_parameters(module, blocks)
     apart = [block for block in blocks if not shared & {id(p) for p in block.parameters()}]
     for unit in [*blocks, module]:  # the root last: it takes what the blocks left
@@ -102,19 +128,41 @@ def parallelize(
         if recipe.compile and unit is not module:  # after the split, before FSDP's hooks: as torchtitan does
             unit.compile(**(recipe.compile if isinstance(recipe.compile, dict) else {}))
         if is_sharded and (unit is module or unit in apart):
-            shard_unit(unit, mesh.fully_shard, recipe.fully_sharded, is_root=unit is module)
+            shard_unit(unit, mesh.fully_shard, options, is_root=unit is module)
     if split:
         split.install()
     set_prefetch(blocks, recipe.fully_sharded.prefetch)
     reducer = None
     if (previous := module.__dict__.pop(_REDUCER, None)) is not None:  # of an earlier Trainer
         previous.remove()
-    unsharded = [p for p in module.parameters() if not is_sharded or cannot_be_sharded(p)]
+    own = [p for p in module.parameters() if not is_ghost(p)]
+    unsharded = [p for p in own if not is_sharded or cannot_be_sharded(p)]
     if mesh.sizes.data > 1 and unsharded:
         reducer = GradientReducer(unsharded, mesh.data_group, find_unused_parameters=recipe.find_unused_parameters)
         module.__dict__[_REDUCER] = reducer
     keeps_whole = recipe.fully_sharded.optimizer_state_only
-    return Parallelized(blocks, is_sharded, split is not None, keeps_whole, unsharded, reducer)
+    ties = {}
+    if staged and recipe.pipeline:
+        staged.install()
+        ties = staged.ties(recipe.pipeline.spec.rank_of)
+    return Parallelized(blocks, is_sharded, split is not None, keeps_whole, unsharded, reducer, staged, ties)
+
+
+def stage_module(
+    module: nn.Module, roles: Mapping[str, Role], options: PipelineOptions, mesh: ParallelMesh, device: torch.device
+) -> StagedModule:
+    """Turn what other stages hold into ghosts.
+
+    Raises:
+        PlanError: There is no trunk of blocks to cut, or a boundary is none of them.
+        ParallelConfigError: Fewer blocks than stages.
+    """
+    spec = options.spec
+    split = split_stages(
+        module, spec.num_stages, roles=roles, boundaries=options.boundaries, balance=options.balance
+    )  # fmt: skip
+    agree(module, device)
+    return StagedModule(module, split, spec.stages_of[mesh.pp.get_local_rank()], device)
 
 
 def check_untouched(module: nn.Module) -> None:

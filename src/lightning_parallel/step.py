@@ -11,8 +11,9 @@ from the model), each module that uses the root's parameters gathers them on dem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_parallel._torch import tree_map
+from lightning_parallel._torch import reduce_fully_sharded, tree_map
+from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.recipe import Parallelized
-from lightning_parallel.schemes.data import reduce_partial_gradients
+from lightning_parallel.schemes.data import reduce_partial_gradients, sum_over
+from lightning_parallel.schemes.pipeline.step import Outcome, Runner
 from lightning_parallel.schemes.tensor.lazy import LazyShard
 from lightning_parallel.schemes.tensor.modules import global_view
 from lightning_parallel.schemes.token_weighting import TokenWeighting
@@ -97,11 +100,16 @@ class EagerStep:
         with global_view() if self.parallelized.is_split else nullcontext():
             yield
 
-    def run(self, step: Callable[[], Any], *, keep_gathered: bool) -> Any:
+    def run(
+        self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_gathered: bool
+    ) -> Any:
         """One step of the user's; DTensors in what it returns become plain tensors.
 
         Args:
-            step: The call.
+            kind: Training, validation, test or predict.
+            step: What runs it.
+            args: Its arguments, the batch first.
+            kwargs: Its arguments.
             keep_gathered: A backward follows, which gives the root's parameters back; otherwise it is done here.
         """
         self._depth += 1
@@ -109,7 +117,7 @@ class EagerStep:
             with self._rules():
                 weighting = TokenWeighting(self._token_group) if self._token_group else nullcontext()
                 with weighting:
-                    output = tree_map(plain, self._as_root_forward(step))
+                    output = tree_map(plain, self._as_root_forward(partial(step, *args, **kwargs)))
         finally:
             self._depth -= 1
         if not keep_gathered or not _has_graph(output):
@@ -169,6 +177,164 @@ class EagerStep:
         self.reshard()
         if self._depth and self._root is not None:
             self._root.unshard()
+
+
+class PipelineStep(EagerStep):
+    """Runs each step as a schedule over microbatches, forward and backward in one go.
+
+    [Note: set aside]  Lightning calls ``training_step``, then ``zero_grad``, then ``backward``. By then a schedule has run
+    backward already. So what it added to plain parameters is set aside when ``training_step`` ends, and given
+    back in ``backward``; what FSDP holds lies on gathered parameters, which ``zero_grad`` does not see, until it is
+    reduced there. The returned loss has a graph of one node, which tells by what the loss was scaled on the way.
+
+    Args:
+        module: The LightningModule, after ``parallelize``.
+        parallelized: What ``parallelize`` returned.
+        make_runner: Makes the `Runner`, given what runs a forward as FSDP's root forward.
+        tie_groups: Ranks of one pipeline to the group that sums the gradients of what they share.
+        loss_scale: What Lightning will have multiplied the loss by before backward.
+        evaluation_microbatches: Into how many a batch is cut where nothing is trained.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parallelized: Parallelized,
+        make_runner: Callable[[Callable[[Callable[[], Any]], Any]], Runner],
+        *,
+        tie_groups: Mapping[frozenset[int], dist.ProcessGroup],
+        loss_scale: Callable[[], float],
+        evaluation_microbatches: int = 1,
+    ) -> None:
+        super().__init__(module, parallelized)
+        self.runner = make_runner(self._as_root_forward)
+        self._tie_groups, self._loss_scale = tie_groups, loss_scale
+        self._evaluation_microbatches = evaluation_microbatches
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._graph: _Scale | None = None
+        self.on_outcome: Callable[[Outcome], None] = lambda outcome: None
+        if parallelized.reducer:
+            parallelized.reducer.enabled = False  # until a window ends
+
+    def run(
+        self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_gathered: bool
+    ) -> Any:
+        """One step of the user's on all microbatches; what it returns is the same on every stage."""
+        self._depth += 1
+        is_training = kind == "training"
+        before = [(p, p.grad) for p in self.parallelized.unsharded] if is_training else []
+        for parameter, _ in before:
+            parameter.grad = None
+        try:
+            with self._rules(), self._gathered():
+                if is_training:
+                    scale = self._loss_scale()
+                    outcome = self.runner.train(step, args, kwargs, scale)
+                else:
+                    outcome = self.runner.evaluate(kind, step, args, kwargs, self._evaluation_microbatches)
+        finally:
+            self._depth -= 1
+            self._aside = [(p, p.grad) for p, _ in before if p.grad is not None]
+            for parameter, gradient in before:
+                parameter.grad = gradient
+        self.on_outcome(outcome)
+        if not is_training:
+            self.reshard()
+            return outcome.output
+        return self._with_graph(outcome.output, scale)
+
+    def _with_graph(self, output: Any, scale: float) -> Any:
+        self._graph = _Scale(scale)
+        if isinstance(output, Mapping):
+            return {**output, "loss": self._graph.attach(output["loss"])}
+        return self._graph.attach(output)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Parameters stay gathered, and gradients unreduced, until the schedule has ended."""
+        for unit in self._units:
+            unit.unshard()
+        if self._root is not None:
+            self._root.set_is_last_backward(False)
+            self._root.set_reshard_after_backward(False)
+            self._root.set_requires_gradient_sync(False)
+        yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward of the loss: gives back what the schedule computed, reduced where a window ends."""
+        yield
+        assert self._graph is not None
+        factor = self._graph.factor()
+        for parameter, gradient in self._aside:
+            if factor != 1:
+                gradient.mul_(factor)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._aside = []
+        if factor != 1 and self._root is not None:
+            raise ParallelConfigError(
+                f"The loss was multiplied by {factor} between training_step and backward. With pp and fsdp the "
+                "gradients exist by then: multiply it in training_step."
+            )
+        if self._sync:
+            self._reduce()
+        self.reshard()
+
+    def _reduce(self) -> None:
+        if self._root is not None:
+            self._root.set_is_last_backward(True)
+            self._root.set_reshard_after_backward(True)
+            self._root.set_requires_gradient_sync(True)
+            reduce_fully_sharded(self._root)
+        if (reducer := self.parallelized.reducer) is not None:
+            reducer.enabled = True
+            reducer.start()
+            reducer.finish()
+            reducer.enabled = False
+        if self.parallelized.is_split and self.parallelized.unsharded:
+            reduce_partial_gradients(self.parallelized.unsharded)
+        for ranks, parameters in self.parallelized.ties.items():
+            sum_over(self._tie_groups[ranks], parameters)
+
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Backwards in here add up gradients on each rank; the next one outside reduces the sum."""
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
+
+    def seen_by_root(self, loss: Tensor) -> Tensor:
+        """The loss as it is."""
+        return loss
+
+
+class _Scale:
+    """A graph of one node in front of a loss that has been through backward; knows what the loss was multiplied by."""
+
+    def __init__(self, expected: float) -> None:
+        self._expected = expected
+        self._seen: Tensor | None = None
+
+    def attach(self, loss: Tensor) -> Tensor:
+        """The same value, as if a backward were to come."""
+        leaf = torch.ones((), device=loss.device, requires_grad=True)
+        leaf.register_hook(self._see)
+        return loss.detach() + (leaf - leaf.detach()).to(loss.dtype)
+
+    def _see(self, gradient: Tensor) -> None:
+        self._seen = gradient
+
+    def factor(self) -> float:
+        """What the gradients still have to be multiplied by."""
+        if self._seen is None:
+            raise ParallelConfigError(
+                "backward was called on something else than the loss that training_step returned. A pipelined step has "
+                "run its backward already; return the loss to be trained."
+            )
+        ratio = self._seen.item() / self._expected
+        return 1.0 if abs(ratio - 1) < 1e-6 else ratio
 
 
 def plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,29 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
 
 
-def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A pipeline, to a norm: every stage has parameters of its own.
+
+    Attributes:
+        group: The ranks of one pipeline.
+        counted_elsewhere: Ids of the parameters of which an earlier stage has a copy too.
+    """
+
+    group: dist.ProcessGroup
+    counted_elsewhere: frozenset[int] = frozenset()
+
+
+def total_norm(
+    parameters: Iterable[Tensor],
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    stages: Stages | None = None,
+) -> Tensor:
     """The norm of all gradients together, as if they lay side by side on one device.
 
     Every rank of the meshes must call it with the same parameters; every rank gets the same value.
@@ -28,6 +49,7 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, *, error_if
             gradient counts as zero.
         norm_type: The order p > 0, or ``math.inf``.
         error_if_nonfinite: Raise instead of returning ``nan`` or ``inf``, on every rank of the default group.
+        stages: The norm is over the parameters of all pipeline stages.
 
     Returns:
         Plain, zero-dimensional, float32 (float64 where every gradient is), on the device of the meshes.
@@ -40,14 +62,19 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, *, error_if
     if not order > 0:
         raise ParallelConfigError(f"norm_type={norm_type!r}: the order of a norm is positive. Use 2.0, or math.inf.")
     with torch.no_grad():
-        norm = _total_norm(list(parameters), order)
+        norm = _total_norm([p for p in parameters if not is_ghost(p)], order, stages)
         if error_if_nonfinite:
             _raise_if_nonfinite(norm)
     return norm
 
 
 def clip_grad_norm(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    stages: Stages | None = None,
 ) -> Tensor:
     """Scale all gradients, in place, so that their norm is at most ``max_norm``.
 
@@ -55,7 +82,7 @@ def clip_grad_norm(
     no gradient has changed.
     """
     parameters = list(parameters)
-    norm = total_norm(parameters, norm_type, error_if_nonfinite=error_if_nonfinite)
+    norm = total_norm(parameters, norm_type, error_if_nonfinite=error_if_nonfinite, stages=stages)
     with torch.no_grad():
         # As torch: clamping instead of asking for the norm keeps the host from waiting for the device.
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -89,7 +116,7 @@ def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
 # which is the same on all ranks; that is why parameters without a gradient take part in it.
 
 
-def _total_norm(parameters: list[Tensor], order: float) -> Tensor:
+def _total_norm(parameters: list[Tensor], order: float, stages: Stages | None) -> Tensor:
     groups: dict[str, dist.ProcessGroup] = {}
     shards: dict[frozenset[str], list[Tensor]] = {frozenset(): []}
     device = parameters[0].device if parameters else torch.get_default_device()
@@ -102,7 +129,7 @@ def _total_norm(parameters: list[Tensor], order: float) -> Tensor:
             device = torch.device(grad.device_mesh.device_type)
         groups.update(own_groups)
         local = shards.setdefault(frozenset(own_groups), [])
-        if parameter.grad is not None:
+        if parameter.grad is not None and not (stages and id(parameter) in stages.counted_elsewhere):
             local.append(_local(parameter.grad))
 
     sums = {names: _power_sum(grads, order).to(device) for names, grads in shards.items()}
@@ -114,6 +141,8 @@ def _total_norm(parameters: list[Tensor], order: float) -> Tensor:
             sums[rest] = _add(sums[rest], value, order) if rest in sums else value
 
     (total,) = sums.values()
+    if stages:
+        (total,) = _reduce(total.unsqueeze(0), order, stages.group)
     norm = total if math.isinf(order) else total ** (1.0 / order)
     grads = [grad for local in shards.values() for grad in local]
     is_double = bool(grads) and all(grad.dtype == torch.float64 for grad in grads)

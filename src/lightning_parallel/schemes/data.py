@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel._torch import queue_backward_callback
 from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
 from lightning_parallel.schemes.tensor.storage import shard_dim_for_fsdp
 
 BUCKET_BYTES = 25 * 2**20  # DDP's own default
@@ -92,7 +93,7 @@ def shard_unit(unit: nn.Module, mesh: DeviceMesh, options: FullyShardedOptions, 
         offload_policy=CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
         if options.cpu_offload
         else OffloadPolicy(),
-        ignored_params={parameter for parameter in unit.parameters() if cannot_be_sharded(parameter)},
+        ignored_params={p for p in unit.parameters() if is_ghost(p) or cannot_be_sharded(p)},
     )
 
 
@@ -297,3 +298,28 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = DTensor.from_local(
                 total.view_as(parameter.grad.to_local()), mesh, [Replicate()], run_check=False
             )
+
+
+def sum_over(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
+    """Add up, over ``group``, the gradients of parameters of which each rank has a copy, in one message a dtype.
+
+    Every rank gets the same bits. A parameter without a gradient on any rank keeps ``None``.
+    """
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    if not parameters:
+        return
+    device = _local(parameters[0]).device
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    dist.all_reduce(used, group=group)
+    pending: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter, count in zip(parameters, used.tolist(), strict=True):
+        if count:
+            pending.setdefault(parameter.dtype, []).append(parameter)
+    for same in pending.values():
+        sizes = [_local(p).numel() for p in same]
+        flat = torch.cat([
+            torch.zeros_like(_local(p)).flatten() if p.grad is None else _local(p.grad).flatten() for p in same
+        ])  # fmt: skip
+        dist.all_reduce(flat, group=group)
+        for parameter, total in zip(same, flat.split(sizes), strict=True):
+            _set_gradient(parameter, total, None)

@@ -5,6 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_parallel.strategies.data import DataParallel as DataParallel
 from lightning_parallel.strategies.fully_sharded import FullyShardedDataParallel as FullyShardedDataParallel
 from lightning_parallel.strategies.hybrid import HybridParallel as HybridParallel
+from lightning_parallel.strategies.pipeline import PipelineParallel as PipelineParallel
 from lightning_parallel.strategies.tensor import TensorParallel as TensorParallel
 
 
@@ -14,6 +15,7 @@ def register() -> None:
         "data_parallel": DataParallel,
         "fully_sharded_data_parallel": FullyShardedDataParallel,
         "hybrid_parallel": HybridParallel,
+        "pipeline_parallel": PipelineParallel,
         "tensor_parallel": TensorParallel,
     }.items():
         if name not in StrategyRegistry:

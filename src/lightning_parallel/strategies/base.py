@@ -6,12 +6,13 @@ import hashlib
 import logging
 import random
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -25,21 +26,45 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_parallel import _lightning as adapter
+from lightning_parallel._torch import tree_map
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.huggingface import published_plan
 from lightning_parallel.materialize import describe
 from lightning_parallel.mesh import MeshSizes, Size
 from lightning_parallel.plan import ParallelPlan, find_plan
 from lightning_parallel.precision import adapt_precision
-from lightning_parallel.recipe import Recipe, parallelize
+from lightning_parallel.recipe import Parallelized, PipelineOptions, Recipe, parallelize
+from lightning_parallel.schemes.clipping import Stages
 from lightning_parallel.schemes.data import FullyShardedOptions
-from lightning_parallel.step import EagerStep
+from lightning_parallel.schemes.pipeline.ghost import ghosts_in_step
+from lightning_parallel.schemes.pipeline.schedules import ScheduleSpec
+from lightning_parallel.schemes.pipeline.step import Runner
+from lightning_parallel.schemes.pipeline.wire import Wire
+from lightning_parallel.step import EagerStep, PipelineStep, plain
 from lightning_parallel.strategies.loaders import prepare_loader
+from lightning_parallel.strategies.pipelining import StepNotes, check_optimizers, check_supported, drop_foreign_state
 from lightning_parallel.strategies.plain_callbacks import prepare_callbacks, shard_averages
 from lightning_parallel.strategies.ranks import DEFAULT_TIMEOUT
 from lightning_parallel.strategies.saving import SavingStrategy
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    """The options of ``PipelineParallel``, which explains them."""
+
+    schedule: str = "1F1B"
+    microbatches: int | None = None
+    virtual_stages: int | None = None
+    balance: Literal["even", "cost"] = "even"
+    boundaries: Sequence[str] | None = None
+    batch_dims: Mapping[str, int | None] | None = None
+    evaluation_microbatches: int = 1
+
+    def spec(self, size: int) -> ScheduleSpec:
+        """The schedule on ``size`` ranks."""
+        return ScheduleSpec.of(self.schedule, size, virtual=self.virtual_stages, microbatches=self.microbatches)
 
 
 class MeshStrategy(SavingStrategy):
@@ -61,6 +86,7 @@ class MeshStrategy(SavingStrategy):
         fully_sharded: FullyShardedOptions | None = None,
         sequence_parallel: bool = True,
         find_unused_parameters: bool = False,
+        pipeline: dict[str, Any] | None = None,
         compile: bool | dict[str, Any] = False,
         token_weighted_loss: bool = False,
         error_if_nonfinite: bool = False,
@@ -75,10 +101,13 @@ class MeshStrategy(SavingStrategy):
         self._fully_sharded = fully_sharded or FullyShardedOptions()
         self._sequence_parallel = sequence_parallel
         self._find_unused_parameters = find_unused_parameters
+        self._pipeline = PipelineSettings(**(pipeline or {}))
         self._compile = compile
         self._token_weighted_loss = token_weighted_loss
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._weights_only = weights_only
+        self._spec: ScheduleSpec | None = None
+        self._notes: StepNotes | None = None
         self._parallelized: weakref.ref[Module] | None = None
         self._random_is_synced = False
 
@@ -89,6 +118,9 @@ class MeshStrategy(SavingStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         assert self._trainer is not None
+        if self.mesh.sizes.pp > 1:
+            self._spec = self._pipeline.spec(self.mesh.sizes.pp)
+            check_supported(self.lightning_module, adapter.callbacks(self._trainer))
         prepare_callbacks(
             adapter.callbacks(self._trainer),
             self.lightning_module,
@@ -123,6 +155,11 @@ class MeshStrategy(SavingStrategy):
         plan, source = find_plan(self._plan, module, published=published_plan if self.mesh.sizes.tp > 1 else None)
         self._check_agreement(module, plan)
         self._sync_random()
+        pipeline = None
+        if self._spec:
+            pipeline = PipelineOptions(
+                spec=self._spec, balance=self._pipeline.balance, boundaries=self._pipeline.boundaries
+            )
         module = self.precision_plugin.convert_module(module)  # type: ignore[assignment]
         recipe = Recipe(
             plan=plan,
@@ -131,14 +168,45 @@ class MeshStrategy(SavingStrategy):
             # With manual optimisation each backward is of other parameters.
             find_unused_parameters=self._find_unused_parameters or not module.automatic_optimization,
             compile=self._compile,
+            pipeline=pipeline,
         )
         seed = self.broadcast(torch.initial_seed() % 2**63)
         result = parallelize(module, self.mesh, recipe, device=self.root_device, seed=seed)
         adapter.set_device(module, self.root_device)
         by_token = self._token_weighted_loss and self.mesh.sizes.data > 1
-        self._step = EagerStep(module, result, self.mesh.data_group if by_token else None)
+        tokens = self.mesh.data_group if by_token else None
+        self._step = self._make_pipeline(module, result) if self._spec else EagerStep(module, result, tokens)
         self._parallelized = weakref.ref(module)
         log.info("Plan: %s; %d blocks", source, len(result.blocks))
+
+    def _make_pipeline(self, module: pl.LightningModule, result: Parallelized) -> PipelineStep:
+        assert self._spec is not None and result.staged is not None
+        settings, spec, group = self._pipeline, self._spec, self.mesh.pp.get_group()
+        last = dist.get_global_rank(group, spec.rank_of[spec.num_stages - 1])
+        self._notes = notes = StepNotes(module, group, last)
+        wire = Wire(self.mesh.tp if result.is_split else None, self._sequence_parallel)
+
+        def make_runner(run_as_root: Callable[[Callable[[], Any]], Any]) -> Runner:
+            assert result.staged is not None
+            return Runner(
+                result.staged, spec, group, self.root_device, wire=wire, run_as_root=run_as_root,
+                collect=notes.collect, batch_dims=settings.batch_dims, plain=partial(tree_map, plain),
+            )  # fmt: skip
+
+        step = PipelineStep(
+            module, result, make_runner,
+            tie_groups=self.mesh.pipeline_groups(result.staged.tied_ranks(spec.rank_of)),
+            loss_scale=self._loss_scale, evaluation_microbatches=settings.evaluation_microbatches,
+        )  # fmt: skip
+        step.on_outcome = notes.replay
+        self.precision_plugin.stages = Stages(group, result.staged.counted_elsewhere(spec.rank_of))  # type: ignore[attr-defined]
+        return step
+
+    def _loss_scale(self) -> float:
+        """What Lightning will have multiplied the loss by before backward."""
+        assert self._trainer is not None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return (scaler.get_scale() if scaler is not None else 1.0) / self._trainer.accumulate_grad_batches
 
     def _check_agreement(self, module: Module, plan: ParallelPlan | None) -> None:
         """Every rank must have built the same module, and read the same plan."""
@@ -170,7 +238,11 @@ class MeshStrategy(SavingStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
+        with ghosts_in_step():
+            super().setup_optimizers(trainer)
+        if self._spec:
+            check_optimizers(self.optimizers)
+            drop_foreign_state(self.optimizers)
 
     @override
     def model_to_device(self) -> None:
@@ -222,23 +294,24 @@ class MeshStrategy(SavingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        step = partial(super().training_step, *self._cast_inputs(args), **self._cast_inputs(kwargs))
-        return self.step.run(step, keep_gathered=self.lightning_module.automatic_optimization)
+        keep = self.lightning_module.automatic_optimization
+        return self._run("training", super().training_step, args, kwargs, keep_gathered=keep)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = partial(super().validation_step, *self._cast_inputs(args), **self._cast_inputs(kwargs))
-        return self.step.run(step, keep_gathered=False)
+        return self._run("validation", super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = partial(super().test_step, *self._cast_inputs(args), **self._cast_inputs(kwargs))
-        return self.step.run(step, keep_gathered=False)
+        return self._run("test", super().test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = partial(super().predict_step, *self._cast_inputs(args), **self._cast_inputs(kwargs))
-        return self.step.run(step, keep_gathered=False)
+        return self._run("predict", super().predict_step, args, kwargs)
+
+    def _run(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any, *, keep_gathered: bool = False) -> Any:
+        args, kwargs = self._cast_inputs(args), self._cast_inputs(kwargs)
+        return self.step.run(kind, step, args, kwargs, keep_gathered=keep_gathered)
 
     def _cast_inputs(self, inputs: Any) -> Any:
         """What ``fully_shard`` does to the inputs of a root: the policy's parameter dtype for floating tensors."""

@@ -11,12 +11,13 @@ from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.base import MeshStrategy
 from lightning_parallel.strategies.data import DataParallel
 from lightning_parallel.strategies.fully_sharded import FullyShardedDataParallel
+from lightning_parallel.strategies.pipeline import PipelineParallel
 from lightning_parallel.strategies.ranks import DEFAULT_TIMEOUT
 from lightning_parallel.strategies.tensor import TensorParallel
 
 
 class HybridParallel(MeshStrategy):
-    """Replicas × shards × tensor parallel on one device mesh, for an unchanged LightningModule.
+    """Pipeline × replicas × shards × tensor parallel on one device mesh, for an unchanged LightningModule.
 
     Each axis takes a size, ``"auto"`` (at most one: the devices left over), or the scheme's own strategy object with
     its options.
@@ -24,6 +25,7 @@ class HybridParallel(MeshStrategy):
     Args:
         ddp: Replicas: each holds a whole copy (of its shards) and gradients are averaged.
         fsdp: Shards of parameters, gradients and optimizer state. With ``ddp`` this is hybrid sharding (HSDP).
+        pp: Pipeline parallel: the layers split into stages, each batch into microbatches.
         tp: Tensor parallel: the ranks of one such group share a sample and split each layer.
         plan: Glob of module name to role, or a ``ParallelPlan``. Default: the module's ``parallel_plan()``, else what a
             Hugging Face model publishes.
@@ -47,6 +49,7 @@ class HybridParallel(MeshStrategy):
         ddp: int | Literal["auto"] | DataParallel = 1,
         fsdp: int | Literal["auto"] | FullyShardedDataParallel = "auto",
         tp: int | Literal["auto"] | TensorParallel = 1,
+        pp: int | Literal["auto"] | PipelineParallel = 1,
         plan: dict[str, str] | ParallelPlan | None = None,
         compile: bool | dict[str, Any] = False,
         token_weighted_loss: bool = False,
@@ -56,7 +59,7 @@ class HybridParallel(MeshStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
-        sizes = {"ddp": _size(ddp), "fsdp": _size(fsdp), "tp": _size(tp)}
+        sizes = {"pp": _size(pp), "ddp": _size(ddp), "fsdp": _size(fsdp), "tp": _size(tp)}
         others = [size for axis, size in sizes.items() if axis != "fsdp"]
         if fsdp == "auto" and "auto" in others:
             sizes["fsdp"] = 1  # the default gives way to an axis that asks for the rest
@@ -65,13 +68,15 @@ class HybridParallel(MeshStrategy):
             ("ddp", ddp, DataParallel),
             ("fsdp", fsdp, FullyShardedDataParallel),
             ("tp", tp, TensorParallel),
+            ("pp", pp, PipelineParallel),
         ):
             if isinstance(given, kind):
                 options |= given.options
             elif isinstance(given, MeshStrategy):
                 raise ParallelConfigError(f"{axis}={type(given).__name__}(…): this axis takes a {kind.__name__}.")
-        if plan is None and isinstance(tp, TensorParallel):
-            plan = tp.requested_plan
+        for axis in (tp, pp):
+            if plan is None and isinstance(axis, TensorParallel | PipelineParallel):
+                plan = axis.requested_plan
         super().__init__(
             MeshSizes(**sizes),
             plan=plan,

@@ -17,6 +17,7 @@ from lightning_parallel.errors import PlanError
 from lightning_parallel.huggingface import share_heads
 from lightning_parallel.mesh import divisors
 from lightning_parallel.plan import Role, iter_parameters
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
 from lightning_parallel.schemes.tensor import modules as forwards
 from lightning_parallel.schemes.tensor.modules import Context, ModuleState, Place
 from lightning_parallel.schemes.tensor.ops import register_attention
@@ -75,7 +76,7 @@ class TensorSplit:
     def store_parameters(self, part: nn.Module) -> None:
         """Replace the parameters below ``part`` by DTensors over ``tp``; tied ones stay one parameter."""
         for _, owner, attribute, parameter in iter_parameters(part):
-            if isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor) or is_ghost(parameter):
                 continue
             if id(parameter) not in self._stored:
                 stored = store(parameter, self._storages[self._names[id(owner)], attribute], self.tp)
@@ -90,10 +91,12 @@ class TensorSplit:
         self._replaced.clear()
         register_attention()
         install_rng_tracker(self.tp, self.context.streams)
-        share_heads(self.module, {n: r for n, r in self.roles.items() if self._in_local(n)}, self.tp.size())
+        own = {name for name, child in self.module.named_modules() if not _is_elsewhere(child)}
+        local = {n: r for n, r in self.roles.items() if n in own and self._in_local(n)}
+        share_heads(self.module, local, self.tp.size())
         regions = self._regions()
         for name, child in self.module.named_modules():
-            if child is self.module:
+            if child is self.module or name not in own:
                 continue
             role = self.roles.get(name)
             state = ModuleState(
@@ -252,6 +255,13 @@ class TensorSplit:
             f"{self.source}: tp={self.tp.size()} does not divide {what}={size} of {name!r}"
             f"{f' ({detail})' if detail else ''}. Use a tp size of {divisors(size)}."
         )
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Whether another pipeline stage holds the module: all of it, or what it owns itself."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    every = list(module.parameters())
+    return any(map(is_ghost, own)) or (bool(every) and all(map(is_ghost, every)))
 
 
 def _inside(name: str, top: str) -> bool:

@@ -1,0 +1,1 @@
+"""Splitting a model into stages that different ranks run, microbatch by microbatch."""

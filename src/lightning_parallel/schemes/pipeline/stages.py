@@ -1,0 +1,451 @@
+"""Runs one stage of an unchanged module: its own blocks for real, what comes before as ghosts, nothing after.
+
+[Note: one stage of a step]  Every stage runs the user's whole step. Blocks of earlier stages return ghosts of the right
+shapes without computing. At the stage's first own block the call's arguments are complete but for the values that
+are ghosts: these are the *slots*, and the earlier stage sends them. The first block of the next stage ends the run: at
+that moment its arguments are what has to be sent. Only the last stage runs to the end of the step. So whatever the
+code does around and between the blocks, it runs once where it belongs, and what crosses a boundary is found, not declared.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.errors import ParallelConfigError, PlanError
+from lightning_parallel.schemes.pipeline.ghost import Ghost, ghost_like, ghosts_in_step, is_ghost
+from lightning_parallel.schemes.pipeline.split import Site, StageSplit
+
+Path = tuple[Any, ...]
+_ABSENT = object()
+_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One value that crosses a boundary: where it stands among the arguments of the next block, and what it is."""
+
+    path: Path
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class _Boundary(BaseException):
+    """The first block of the next stage was called. No ``Exception``: a user's handler must not take it."""
+
+    def __init__(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self.arguments = arguments
+
+
+class _Found(BaseException):
+    """The first own block was called while slots were looked for."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self.slots = slots
+
+
+@dataclass(slots=True)
+class _Run:
+    """One microbatch on one stage."""
+
+    stage: int
+    signature: Any
+    received: Mapping[Path, Tensor] | None  # None: find the slots
+    on_enter: Callable[[], None]
+    position: int = 0
+    entered: bool = False
+
+
+class StagedModule:
+    """A module of which this rank holds some stages.
+
+    The constructor turns what other stages hold into ghosts, so that it is never materialised. ``install`` comes last,
+    after the blocks were compiled and sharded.
+
+    Args:
+        module: The LightningModule.
+        split: What belongs to which stage.
+        stages: Those of this rank.
+        device: Of this rank.
+    """
+
+    def __init__(self, module: nn.Module, split: StageSplit, stages: Sequence[int], device: torch.device) -> None:
+        self.module, self.split, self.stages = module, split, sorted(stages)
+        self._run: _Run | None = None
+        self._templates: dict[Any, Callable[[Any], Any] | None] = {}
+        self._modules = dict(module.named_modules(remove_duplicate=False))
+        names = [name for stage in split.blocks for name in stage]
+        self._stage_of = [number for number, stage in enumerate(split.blocks) for _ in stage]
+        self._blocks = [self._modules[name] for name in names]
+        self._names = {id(block): name for block, name in zip(reversed(self._blocks), reversed(names), strict=True)}
+        self._ghosts: dict[int, Ghost] = {}
+        self._own: dict[int, list[tuple[nn.Module, str]]] = {stage: [] for stage in self.stages}
+        self._shared: dict[Site, frozenset[int]] = {}
+        self._kept: list[Tensor] = []  # ids are looked up while tensors are replaced
+        holders = split.holders(module)
+        self._all_shared = {stages for stages in holders.values() if len(stages) > 1}
+        # Where this rank has several stages: what only some of them hold is hidden while another one runs.
+        self._switched: list[tuple[frozenset[int], dict[str, Any], str, Any]] = []
+        self._shadows: dict[int, nn.Module | None] = {}
+        for site, held in split.sites.items():
+            store = self._store(site)
+            tensor = store[site.name]
+            if tensor is None:
+                continue
+            self._kept.append(tensor)
+            if not held & set(self.stages):
+                store[site.name] = self._ghost(tensor, site, device)
+                continue
+            if not site.is_buffer:
+                for stage in held & set(self.stages):
+                    self._own[stage].append((self._modules[site.module], site.name))
+            if not site.is_buffer and len(holders[id(tensor)]) > 1:
+                self._shared[site] = holders[id(tensor)]
+        if len(self.stages) > 1:
+            self._prepare_switches(device)
+
+    def _prepare_switches(self, device: torch.device) -> None:
+        """Before the module is changed: ghosts of what this rank holds, and the forwards that go with them."""
+        owners: dict[str, frozenset[int]] = {}
+        for site, held in self.split.sites.items():
+            store = self._store(site)
+            here = held & set(self.stages)
+            if here and not set(self.stages) <= held and self._block_of(site) is None and store[site.name] is not None:
+                origin = f"{site.module}.{site.name}".lstrip(".")
+                ghost = ghost_like(store[site.name], origin, is_parameter=not site.is_buffer, device=device)
+                self._switched.append((held, store, site.name, ghost))
+                owners[site.module] = owners.get(site.module, frozenset()) | held
+        for name, held in owners.items():
+            values = self._modules[name].__dict__
+            self._switched.append((held, values, "forward", values.get("forward", _ABSENT)))
+        for position, block in enumerate(self._blocks):
+            if self._stage_of[position] in self.stages and id(block) not in self._shadows:
+                self._shadows[id(block)] = _shadow(block, self._names[id(block)], device)
+
+    def _store(self, site: Site) -> dict[str, Any]:
+        owner = self._modules[site.module]
+        return owner._buffers if site.is_buffer else owner._parameters  # type: ignore[return-value]
+
+    def _ghost(self, tensor: Tensor, site: Site, device: torch.device) -> Ghost:
+        """One ghost a tensor: ties stay ties."""
+        if id(tensor) not in self._ghosts:
+            origin = f"{site.module}.{site.name}".lstrip(".")
+            self._ghosts[id(tensor)] = ghost_like(tensor, origin, is_parameter=not site.is_buffer, device=device)
+        return self._ghosts[id(tensor)]
+
+    def install(self) -> None:
+        """Take over the calls of the blocks."""
+        self._kept.clear()
+        self._ghosts.clear()
+        for block in {id(block): block for block in self._blocks}.values():
+            inner = block._compiled_call_impl or block._call_impl
+            block._compiled_call_impl = partial(self._call, block, inner)
+
+    def _block_of(self, site: Site) -> str | None:
+        return next((n for n in self._names.values() if site.module == n or site.module.startswith(f"{n}.")), None)
+
+    def parameters(self, stage: int) -> list[nn.Parameter]:
+        """What ``stage`` computes with, as it lies in the modules now (gathered or in shards), each once."""
+        found = (owner._parameters[name] for owner, name in self._own[stage])
+        return list({id(p): p for p in found if p is not None}.values())
+
+    def ties(self, rank_of: Mapping[int, int]) -> dict[frozenset[int], list[nn.Parameter]]:
+        """Ranks of the pipeline to the parameters of which they each hold a copy; those with this rank in it."""
+        found: dict[frozenset[int], dict[int, nn.Parameter]] = {}
+        for site, stages in self._shared.items():
+            ranks = frozenset(rank_of[stage] for stage in stages)
+            parameter = self._store(site)[site.name]
+            if len(ranks) > 1 and not is_ghost(parameter):
+                found.setdefault(ranks, {})[id(parameter)] = parameter
+        return {ranks: list(same.values()) for ranks, same in found.items()}
+
+    def tied_ranks(self, rank_of: Mapping[int, int]) -> set[frozenset[int]]:
+        """All sets of ranks that share a parameter, whether this rank is in them or not."""
+        return {ranks for stages in self._all_shared if len(ranks := frozenset(rank_of[s] for s in stages)) > 1}
+
+    def counted_elsewhere(self, rank_of: Mapping[int, int]) -> frozenset[int]:
+        """Ids of the parameters of which an earlier rank of the pipeline has a copy."""
+        mine = rank_of[self.stages[0]]
+        return frozenset(
+            id(parameter)
+            for ranks, parameters in self.ties(rank_of).items()
+            if min(ranks) < mine
+            for parameter in parameters
+        )
+
+    # --- running ------------------------------------------------------------------------------------------------
+
+    def find_slots(self, stage: int, call: Callable[[], Any], signature: Any) -> list[Slot]:
+        """What ``stage`` must receive before its first block. Nothing is computed.
+
+        Raises:
+            PlanError: The step never calls the blocks, or needs a value of another stage before them.
+        """
+        with self._running(_Run(stage, signature, None, lambda: None)):
+            try:
+                call()
+            except _Found as found:
+                return found.slots
+            except _Boundary:
+                pass
+        raise self._never_called(stage)
+
+    def run(
+        self,
+        stage: int,
+        call: Callable[[], Any],
+        signature: Any,
+        *,
+        received: Mapping[Path, Tensor],
+        sends: Sequence[Slot] | None,
+        on_enter: Callable[[], None],
+    ) -> Any:
+        """Run one microbatch.
+
+        Args:
+            stage: Which of this rank's stages.
+            call: The user's step.
+            signature: Equal for calls whose ghosts have the same shapes.
+            received: Values of the slots.
+            sends: What the next stage must receive; ``None`` on the last stage.
+            on_enter: Called before the first own block.
+
+        Returns:
+            The tensors to send, in the order of ``sends``; on the last stage what ``call`` returned.
+        """
+        run = _Run(stage, signature, received, on_enter)
+        with self._running(run):
+            try:
+                output = call()
+            except _Boundary as boundary:
+                if sends is None:
+                    raise AssertionError("the last stage has no boundary") from None
+                return [self._sent(slot, boundary.arguments, stage) for slot in sends]
+        if sends is not None or not run.entered:
+            raise self._never_called(stage)
+        return output
+
+    def _never_called(self, stage: int) -> PlanError:
+        first, last = self.split.blocks[stage][0], self.split.blocks[-1][-1]
+        return PlanError(
+            f"The step ended without a call of the pipelined blocks ({self.split.blocks[0][0]} … {last}): stage {stage} "
+            f"waits for a call of {first}. A pipelined step calls its model exactly once. Give the blocks that the step "
+            "does call the role block, or do not pipeline this module."
+        )
+
+    @contextmanager
+    def _running(self, run: _Run) -> Iterator[None]:
+        saved = []
+        for held, store, name, value in self._switched:
+            if run.stage not in held:
+                saved.append((store, name, store.get(name, _ABSENT)))
+                _set(store, name, value)
+        self._run = run
+        try:
+            with ghosts_in_step():
+                yield
+        finally:
+            self._run = None
+            for store, name, value in saved:
+                _set(store, name, value)
+
+    def _call(self, block: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            raise PlanError(
+                f"{self._names[id(block)]} was called outside training_step, validation_step, test_step and predict_step. "
+                "The model is split into pipeline stages, which run together in these steps only."
+            )
+        position = next((p for p in range(run.position, len(self._blocks)) if self._blocks[p] is block), None)
+        if position is None:
+            raise PlanError(
+                f"{self._names[id(block)]} was called a second time in one step. A pipelined step calls its model exactly "
+                "once: join the inputs into one batch, or do not pipeline this module."
+            )
+        run.position = position + 1
+        stage = self._stage_of[position]
+        if stage > run.stage:
+            raise _Boundary((args, kwargs))
+        if stage < run.stage:
+            return self._pass_by(block, inner, position, args, kwargs)
+        if not run.entered:
+            run.entered = True
+            if run.stage > 0:
+                args, kwargs = self._enter(run, args, kwargs)
+                run.on_enter()
+        return inner(*args, **kwargs)
+
+    def _enter(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        lacking = {path: value for path, value in walk((args, kwargs)) if is_ghost(value)}
+        first: dict[int, Path] = {}
+        for path, ghost in lacking.items():
+            first.setdefault(id(ghost), path)
+        if run.received is None:
+            raise _Found([
+                Slot(path, value.shape, value.dtype, value.requires_grad)
+                for path, value in lacking.items()
+                if first[id(value)] == path
+            ])  # fmt: skip
+        for path, ghost in lacking.items():
+            if first[id(ghost)] == path:
+                if path not in run.received:
+                    raise PlanError(
+                        f"{self.split.blocks[run.stage][0]} is called with other arguments than when its shapes were "
+                        f"looked at: {shown(path)} was not a value of an earlier stage then. Batches of one shape must "
+                        "take one way through the model."
+                    )
+                ghost.become(run.received[path])
+        return replace((args, kwargs), lambda v: v.real if isinstance(v, Ghost) else v)
+
+    def _sent(self, slot: Slot, arguments: Any, stage: int) -> Tensor:
+        value = dict(walk(arguments)).get(slot.path)
+        if isinstance(value, Ghost):
+            value = value.real
+            if value is None:
+                raise PlanError(
+                    f"Stage {stage + 1} needs {shown(slot.path)} of its first block ({self.split.blocks[stage + 1][0]}), "
+                    f"which neither stage {stage} computes nor its own blocks receive. Values that skip a stage are not "
+                    "sent: use fewer stages, or boundaries= that keep both ends on neighbouring stages."
+                )
+        if not isinstance(value, Tensor) or value.shape != slot.shape or value.dtype != slot.dtype:
+            found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            raise PlanError(
+                f"{shown(slot.path)} of {self.split.blocks[stage + 1][0]} is {found} on stage {stage}, where stage "
+                f"{stage + 1} expects {tuple(slot.shape)} {slot.dtype}. The shape must follow from the batch's shapes."
+            )
+        return value
+
+    def _pass_by(self, block: nn.Module, inner: Callable[..., Any], position: int, args: Any, kwargs: Any) -> Any:
+        """What a block of an earlier stage returns, in ghosts: looked at once for each signature."""
+        run = self._run
+        assert run is not None
+        key = (run.stage, position, run.signature)
+        template = self._templates.get(key)
+        if template is not None:
+            return template((args, kwargs))
+        level = _fake_log.level
+        _fake_log.setLevel(logging.CRITICAL)
+        try:
+            with _outside(self):
+                shadow = self._shadows.get(id(block), block)
+                if shadow is None:
+                    raise PlanError("the block cannot be copied")
+                output = shadow.forward(*args, **kwargs)
+        except (_Boundary, _Found):
+            raise
+        except Exception as error:
+            # Its code depends on values (a router that sends each token to some experts, say). Such a block hands on
+            # what it got: the receiving stage holds what arrives against this guess.
+            hidden = next((v for _, v in walk((args, kwargs)) if is_ghost(v) and v.is_floating_point()), None)
+            if hidden is None:
+                raise
+            _fake_log.debug("%s: %s", self._names[id(block)], error)
+            output = Ghost(hidden._fake, hidden.origin)
+        finally:
+            _fake_log.setLevel(level)
+        if len(self._templates) > 4096:
+            self._templates.clear()
+        self._templates[key] = _template(output, (args, kwargs))
+        return output
+
+
+def _set(store: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        store.pop(name, None)
+    else:
+        store[name] = value
+
+
+def _shadow(block: nn.Module, name: str, device: torch.device) -> nn.Module | None:
+    """A copy of a block without values; ``None`` where it cannot be copied."""
+    memo: dict[int, Any] = {}
+    for where, tensor in [*block.named_parameters(), *block.named_buffers()]:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = ghost_like(tensor, f"{name}.{where}", is_parameter=is_parameter, device=device)
+    try:
+        return copy.deepcopy(block, memo)
+    except Exception:
+        return None
+
+
+@contextmanager
+def _outside(staged: StagedModule) -> Iterator[None]:
+    """While a foreign block is looked at, blocks inside it are its own business."""
+    run, staged._run = staged._run, staged._run
+    try:
+        yield
+    finally:
+        staged._run = run
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Leaves of tuples, lists and dicts with where they stand; any other object is one leaf."""
+    if isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from walk(item, (*path, index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from walk(item, (*path, key))
+    else:
+        yield path, value
+
+
+def replace(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same tuples, lists and dicts with ``change`` applied to their leaves."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(replace(item, change) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(replace(item, change) for item in value)
+    if type(value) is dict:
+        return {key: replace(item, change) for key, item in value.items()}
+    return change(value)
+
+
+def shown(path: Path) -> str:
+    """A slot's place, as a caller would write it: ``(0, 1)`` is the second positional argument."""
+    kind, first, *rest = path
+    head = f"argument {first}" if kind == 0 else f"argument {first!r}"
+    return head + "".join(f"[{part!r}]" for part in rest)
+
+
+def _template(output: Any, arguments: Any) -> Callable[[Any], Any] | None:
+    """How to make the same output again from other arguments; ``None`` where it holds something made for this call."""
+    places = {id(value): path for path, value in walk(arguments) if value is not None and not isinstance(value, int)}
+    for _, value in walk(output):
+        known = value is None or isinstance(value, Ghost | bool | int | float | str)
+        if not known and id(value) not in places:
+            return None
+
+    def make(current: Any) -> Any:
+        here = dict(walk(current))
+
+        def again(value: Any) -> Any:
+            if id(value) in places:
+                return here[places[id(value)]]
+            return Ghost(value._fake, value._origin) if isinstance(value, Ghost) else value
+
+        return replace(output, again)
+
+    return make
+
+
+def check_layers(num_blocks: int, num_stages: int) -> None:
+    """Every stage needs a block.
+
+    Raises:
+        ParallelConfigError: Names the numbers of stages that work.
+    """
+    if num_stages > num_blocks:
+        raise ParallelConfigError(
+            f"{num_stages} pipeline stages need as many blocks, and the model has {num_blocks}. Use at most "
+            f"{num_blocks} stages (pp × virtual stages on each rank)."
+        )

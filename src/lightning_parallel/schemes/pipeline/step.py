@@ -1,0 +1,357 @@
+"""One training step of a pipeline: torch's schedule over microbatches of the user's step, and its gradients."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel._torch import HOST
+from lightning_parallel.errors import ParallelConfigError, PlanError
+from lightning_parallel.schemes.pipeline.ghost import Ghost, is_ghost
+from lightning_parallel.schemes.pipeline.microbatches import merge_outputs, signature, split_batch
+from lightning_parallel.schemes.pipeline.schedules import ScheduleSpec
+from lightning_parallel.schemes.pipeline.stage import Microbatch, MicrobatchStage
+from lightning_parallel.schemes.pipeline.stages import Slot, StagedModule
+from lightning_parallel.schemes.pipeline.timeline import Event
+from lightning_parallel.schemes.pipeline.wire import Wire
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a pipelined step gives on every rank: the same everywhere.
+
+    Attributes:
+        output: What one device's step would have returned, merged over microbatches.
+        notes: What ``collect`` yielded on the last stage, one a microbatch.
+        sizes: Samples in each microbatch.
+        weights: Of each microbatch in a mean; they add up to 1.
+    """
+
+    output: Any
+    notes: list[Any]
+    sizes: list[int]
+    weights: list[float]
+
+
+@dataclass(slots=True)
+class _Work:
+    """The step that is under way."""
+
+    weights: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    scale: float = 1.0
+    is_training: bool = False
+    outputs: list[Any] = field(default_factory=list)
+    notes: list[Any] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+
+
+class Runner:
+    """Runs steps of a staged module, forward and backward or forward alone.
+
+    Args:
+        staged: The module, with this rank's stages.
+        spec: The schedule.
+        group: The ranks of one pipeline.
+        device: Of this rank.
+        wire: How values travel.
+        run_as_root: Runs a forward as FSDP's root forward.
+        collect: Gives a context manager around a run of the user's step on one microbatch, which notes what the run did
+            (logged, say) in the value that it yields; that of the last stage is sent to every other.
+        batch_dims: See `split_batch`.
+        plain: Makes what the step returns plain tensors.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModule,
+        spec: ScheduleSpec,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        wire: Wire,
+        run_as_root: Callable[[Callable[[], Any]], Any],
+        collect: Callable[[], AbstractContextManager[Any]],
+        batch_dims: Mapping[str, int | None] | None = None,
+        plain: Callable[[Any], Any] = lambda value: value,
+    ) -> None:
+        self.staged, self.spec, self.group, self.device = staged, spec, group, device
+        self._collect, self._batch_dims, self._plain = collect, batch_dims, plain
+        self._slots: dict[Any, dict[int, list[Slot]]] = {}
+        self._work = _Work()
+        self.events: list[Event] = []
+        self.is_observing = False
+        self.stages = [
+            MicrobatchStage(
+                staged, index, device, group, wire=wire, run_as_root=run_as_root, seed=self._seed,
+                use_output=self._use_output, observe=self._observe,
+            )
+            for index in staged.stages
+        ]  # fmt: skip
+        self.schedule = spec.build(self.stages, lambda output, target: output)
+        for stage in self.stages:
+            stage.stage_index_to_group_rank = spec.rank_of
+
+    @property
+    def last_rank(self) -> int:
+        """The rank, in the group, of the last stage."""
+        return self.spec.rank_of[self.spec.num_stages - 1]
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage is on this rank."""
+        return dist.get_rank(self.group) == self.last_rank
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def train(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], scale: float) -> Outcome:
+        """Forward and backward on every microbatch: gradients of ``scale`` times the loss are added to ``.grad``.
+
+        Args:
+            step: The user's step; its first argument is the batch.
+            args: Its arguments.
+            kwargs: Its arguments.
+            scale: What the loss is multiplied by before backward.
+
+        Raises:
+            ParallelConfigError: A batch that cannot be cut. On every rank.
+            PlanError: The step does not call the model as a pipeline needs it.
+        """
+        with self._microbatches("train", step, args, kwargs, self.spec.microbatches, scale):
+            losses: list[Tensor] = []
+            self.schedule.step(target=torch.arange(self.spec.microbatches), losses=losses, return_outputs=False)
+        return self._share()
+
+    def evaluate(
+        self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int
+    ) -> Outcome:
+        """Forward alone."""
+        with self._microbatches(kind, step, args, kwargs, microbatches, 1.0) as count:
+            sent = []
+            by_index = {stage.stage_index: stage for stage in self.stages}
+            for stage in self.stages:
+                stage.has_backward = False
+                stage.clear_runtime_states()
+            for i in range(count):
+                for index in range(self.spec.num_stages):
+                    if index not in by_index:
+                        continue
+                    stage = by_index[index]
+                    if index > 0 and index - 1 not in by_index:
+                        for operation in stage.get_fwd_recv_ops(i):
+                            _wait(operation)
+                    output = stage.forward_one_chunk(i, ())
+                    if index + 1 in by_index:
+                        by_index[index + 1].set_local_fwd_input(output, i)
+                    elif not stage.is_last:
+                        sent += [_start(operation) for operation in stage.get_fwd_send_ops(i)]
+                    stage.fwd_cache.pop(i, None)
+            for work in sent:
+                work.wait()
+        return self._share()
+
+    @contextmanager
+    def _microbatches(
+        self,
+        kind: str,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        most: int,
+        scale: float,
+    ) -> Iterator[int]:
+        batch, *rest = args or (kwargs.pop(next(iter(kwargs))),)
+        pieces, sizes = split_batch(batch, most, self._batch_dims)
+        seed = int(torch.randint(2**62, ()))  # the same on all stages, whose streams are kept in step
+        state = RandomState.take(self.device)
+        try:
+            setting = (kind, self.staged.module.training, torch.is_grad_enabled())
+            jobs = [
+                Microbatch(
+                    partial(self._collected, i, partial(step, piece, *rest, **kwargs)),
+                    (*setting, signature(piece)),
+                    seed + i * 1_000_003,
+                )
+                for i, piece in enumerate(pieces)
+            ]
+            total = sum(sizes)
+            self._work = _Work([size / total for size in sizes], sizes, scale, kind == "train")
+            self._work.outputs, self._work.notes = [None] * len(jobs), [None] * len(jobs)
+            slots = [self._slots_of(job) for job in jobs]
+            padded = [*jobs, *[None] * (most - len(jobs))]
+            for stage in self.stages:
+                stage.set_microbatches(
+                    padded,
+                    [*(s.get(stage.stage_index, []) for s in slots), *[[]] * (most - len(jobs))],
+                    [*(s.get(stage.stage_index + 1, []) for s in slots), *[[]] * (most - len(jobs))],
+                )
+            yield len(jobs)
+        finally:
+            state.give_back()
+
+    def _collected(self, index: int, step: Callable[[], Any]) -> Any:
+        with self._collect() as taken:
+            output = step()
+        self._work.notes[index] = taken  # not reached where the next stage goes on
+        return output
+
+    def _slots_of(self, job: Microbatch) -> dict[int, list[Slot]]:
+        """Stage to what it must receive; ranks tell each other where a kind of microbatch is new."""
+        if job.signature not in self._slots:
+            mine: dict[int, Any] = {}
+            for stage in self.staged.stages:
+                if stage == 0:
+                    continue
+                self._seed(job.seed)
+                try:
+                    mine[stage] = self.staged.find_slots(stage, job.call, job.signature)
+                except Exception as error:
+                    mine[stage] = (error, "".join(traceback.format_exception(error)))
+            everyone: list[Any] = [None] * self.spec.size
+            dist.all_gather_object(everyone, {k: _sendable(v) for k, v in mine.items()}, group=self.group)
+            found: dict[int, list[Slot]] = {}
+            for part in everyone:
+                for stage, slots in part.items():
+                    if isinstance(slots, tuple):
+                        raise _error_of(stage, slots, mine.get(stage))
+                    found[stage] = slots
+            if len(self._slots) > 1024:
+                self._slots.clear()
+            self._slots[job.signature] = found
+        return self._slots[job.signature]
+
+    def _use_output(self, index: int, output: Any) -> Tensor:
+        """On the last stage: keep what the step returned, and give what to run backward from."""
+        work = self._work
+        output = self._plain(output)
+        work.outputs[index] = _detached(output)
+        if not work.is_training:
+            return torch.zeros(())
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if is_ghost(loss):
+            raise PlanError(
+                f"The loss is computed from {loss.origin}, which the last stage does not hold. Give the module that "
+                "holds it the role head in the plan (or stem, if it runs before the blocks)."
+            )
+        if not isinstance(loss, Tensor):
+            raise ParallelConfigError(
+                f"training_step returned {type(output).__name__} for a microbatch. In a pipeline it returns the loss, or "
+                "a dict with it under 'loss', for every batch."
+            )
+        factor = work.weights[index] * work.scale
+        return loss if factor == 1 else loss * factor
+
+    def _share(self) -> Outcome:
+        """From the last stage to every other."""
+        work = self._work
+        payload: list[Any] = [None]
+        if self.has_last:
+            merged = merge_outputs(work.outputs, work.sizes, work.weights)
+            payload = [_on((merged, work.notes), HOST)]
+        source = dist.get_global_rank(self.group, self.last_rank)
+        dist.broadcast_object_list(payload, source, group=self.group, device=self.device)
+        output, notes = payload[0]
+        return Outcome(_on(output, self.device), _on(notes, self.device), work.sizes, work.weights)
+
+    def _seed(self, seed: int) -> None:
+        torch.manual_seed(seed % 2**63)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed % 2**32)
+
+    @contextmanager
+    def _observe(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
+        if not self.is_observing:
+            yield
+            return
+        start = time.perf_counter()
+        yield
+        if self.device.index is not None:
+            torch.get_device_module(self.device).synchronize()
+        self.events.append(Event(self.spec.rank_of[stage], stage, kind, microbatch, start, time.perf_counter()))
+
+
+@dataclass(slots=True)
+class RandomState:
+    """Of torch on the host and the device, Python and numpy."""
+
+    host: Tensor
+    device: tuple[torch.device, Tensor] | None
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def take(cls, device: torch.device) -> RandomState:
+        """As it is now."""
+        numpy = sys.modules.get("numpy")
+        on_device = None
+        if device.index is not None:
+            on_device = (device, torch.get_device_module(device).get_rng_state(device))
+        return cls(
+            torch.get_rng_state(), on_device, random.getstate(), numpy.random.get_state() if numpy is not None else None
+        )
+
+    def give_back(self) -> None:
+        """Make it so again."""
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.get_device_module(self.device[0]).set_rng_state(self.device[1], self.device[0])
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def _sendable(found: Any) -> Any:
+    return (type(found[0]).__name__, str(found[0]), found[1]) if isinstance(found, tuple) else found
+
+
+def _error_of(stage: int, told: tuple[str, str, str], own: Any) -> Exception:
+    """The error of a look at a stage, the same on every rank."""
+    if isinstance(own, tuple):
+        return own[0]  # with its own traceback
+    kind, message, trace = told
+    known = {"PlanError": PlanError, "ParallelConfigError": ParallelConfigError}
+    if kind in known:
+        return known[kind](message)
+    return RuntimeError(f"The step failed on pipeline stage {stage}:\n{trace}")
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Ghost):
+        return None
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {key: _detached(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_detached(item) for item in value)
+    return value
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _on(item, device) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_on(item, device) for item in value)
+    return value
+
+
+def _start(operation: dist.P2POp) -> Any:
+    return operation.op(operation.tensor, group=operation.group, group_dst=operation.group_peer)
+
+
+def _wait(operation: dist.P2POp) -> None:
+    operation.op(operation.tensor, group=operation.group, group_src=operation.group_peer).wait()

@@ -1,0 +1,238 @@
+"""What Lightning's loops need around a pipelined step: what it logged, its metrics, and what it cannot do.
+
+[Note: what a step did]  Only the last stage runs the user's step to its end, once for each microbatch. What it logged there
+is merged over microbatches and logged again, once and on every rank, so that callbacks decide alike. A metric is
+updated on the last stage only; its state follows to the other stages when it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
+from lightning_parallel.schemes.pipeline.step import Outcome
+
+
+def check_supported(module: pl.LightningModule, callbacks: Sequence[Callback]) -> None:
+    """Refuse what a schedule cannot do.
+
+    Raises:
+        ParallelConfigError: Names it, with the reason.
+    """
+    if not module.automatic_optimization:
+        raise ParallelConfigError(
+            f"{type(module).__name__} uses manual optimisation. A pipeline runs the forwards and backwards of all "
+            "microbatches in an order of its own, so training_step cannot call backward or step itself. Set "
+            "automatic_optimization = True, or use pp=1."
+        )
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging):
+            raise ParallelConfigError(
+                f"{type(callback).__name__} averages the whole module on each rank, and with pp a rank has only its "
+                "stages. Use pp=1, or average the weights of checkpoints after training."
+            )
+
+
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Refuse more than one optimizer.
+
+    Raises:
+        ParallelConfigError: There are several.
+    """
+    if len(optimizers) > 1:
+        raise ParallelConfigError(
+            f"configure_optimizers returned {len(optimizers)} optimizers. A pipeline runs one backward for a whole batch, "
+            "so one optimizer steps after it: give it parameter groups instead, or use pp=1."
+        )
+
+
+@dataclass(slots=True)
+class Note:
+    """What one microbatch did.
+
+    Attributes:
+        logged: Name, value and options of each call of ``self.log``; a metric is given by its name.
+        metrics: Name to number of updates and last batch value, for each metric that was updated.
+    """
+
+    logged: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
+    metrics: dict[str, tuple[int, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _MetricName:
+    name: str
+
+
+class StepNotes:
+    """Takes notes of microbatches, and replays them as one step.
+
+    Args:
+        module: The LightningModule.
+        group: The ranks of one pipeline.
+        source: The one with the last stage, in the world.
+    """
+
+    def __init__(self, module: pl.LightningModule, group: dist.ProcessGroup, source: int) -> None:
+        self._module = module
+        self._metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+        self._has_last = dist.get_rank() == source
+        for metric in self._metrics.values():
+            _follow_last_stage(metric, group, source)
+
+    @contextmanager
+    def collect(self) -> Iterator[Note]:
+        """Around one run of the user's step."""
+        note = Note()
+        counts = {name: metric._update_count for name, metric in self._metrics.items()}
+        names = {id(metric): name for name, metric in self._metrics.items()}
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            options = dict(zip(_LOG_OPTIONS, args, strict=False)) | kwargs
+            if isinstance(value, Metric):
+                options["metric_attribute"] = names.get(id(value), options.get("metric_attribute"))
+            note.logged.append((name, _kept(value, names), options))
+
+        before = self._module.__dict__.get("log")
+        self._module.__dict__["log"] = log
+        try:
+            yield note
+        finally:
+            del self._module.__dict__["log"]
+            if before is not None:
+                self._module.__dict__["log"] = before
+        for name, metric in self._metrics.items():
+            if metric._update_count != counts[name]:
+                note.metrics[name] = (metric._update_count, _plain(metric._forward_cache))
+
+    def replay(self, outcome: Outcome) -> None:
+        """Log what the microbatches logged, once, and tell metrics that they were updated."""
+        updated = {name for note in outcome.notes for name in note.metrics}
+        for name in updated:
+            metric = self._metrics[name]
+            seen = [note.metrics[name] for note in outcome.notes if name in note.metrics]
+            if all(value is not None for _, value in seen) and len(seen) == len(outcome.weights):
+                metric._forward_cache = _mean([value for _, value in seen], outcome.weights)
+            if not self._has_last:
+                metric._update_count, metric._computed = seen[-1][0], None
+        for name, values, options, weights in _aligned(outcome):
+            self._module.log(name, self._merged(values, options, weights), **options)
+
+    def _merged(self, values: list[Any], options: dict[str, Any], weights: list[float]) -> Any:
+        first = values[0]
+        if isinstance(first, _MetricName):
+            return self._metrics[first.name]
+        if isinstance(first, Mapping):
+            return {key: self._merged([value[key] for value in values], options, weights) for key in first}
+        how = options.get("reduce_fx", "mean")
+        how = how if isinstance(how, str) else getattr(how, "__name__", "mean")
+        if len(values) == 1:
+            return first
+        if how in ("sum", "max", "min"):
+            stacked = torch.stack([torch.as_tensor(value) for value in values])
+            return getattr(stacked, "a" + how if how != "sum" else "sum")()
+        return _mean(values, weights)
+
+
+_LOG_OPTIONS = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+)  # fmt: skip
+
+
+def _aligned(outcome: Outcome) -> Iterator[tuple[str, list[Any], dict[str, Any], list[float]]]:
+    """Each call of ``self.log`` with its values in the microbatches that made it."""
+    calls: dict[tuple[str, int], list[tuple[Any, dict[str, Any], float]]] = {}
+    for note, weight in zip(outcome.notes, outcome.weights, strict=True):
+        seen: dict[str, int] = {}
+        for name, value, options in note.logged:
+            turn = seen[name] = seen.get(name, -1) + 1
+            calls.setdefault((name, turn), []).append((value, options, weight))
+    for (name, _), made in calls.items():
+        options = dict(made[-1][1])
+        if (sizes := [o.get("batch_size") for _, o, _ in made]) and all(isinstance(size, int) for size in sizes):
+            options["batch_size"] = sum(sizes)
+        total = sum(weight for _, _, weight in made)
+        yield name, [value for value, _, _ in made], options, [weight / total for _, _, weight in made]
+
+
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    if isinstance(values[0], Mapping):
+        return {key: _mean([value[key] for value in values], weights) for key in values[0]}
+    if len(values) == 1 or not all(
+        isinstance(v, int | float) or (isinstance(v, Tensor) and not v.is_complex()) for v in values
+    ):
+        return values[-1]
+    shapes = {tuple(v.shape) if isinstance(v, Tensor) else () for v in values}
+    return sum(v * w for v, w in zip(values, weights, strict=True)) if len(shapes) == 1 else values[-1]
+
+
+def _kept(value: Any, names: Mapping[int, str]) -> Any:
+    if isinstance(value, Metric):
+        if id(value) not in names:
+            raise ParallelConfigError(
+                "A metric was logged that is no attribute of the LightningModule, so its state has no name on the other "
+                "pipeline stages. Assign it in __init__."
+            )
+        return _MetricName(names[id(value)])
+    if isinstance(value, Mapping):
+        return {key: _kept(item, names) for key, item in value.items()}
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if is_ghost(value):
+        return None
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+class _FollowsLastStage(Metric):
+    """What goes in front of a metric's class. Never instantiated."""
+
+    _pipeline: tuple[dist.ProcessGroup, int]
+
+    def sync(self, *args: Any, **kwargs: Any) -> None:
+        """The state of the last stage, then the base's: over the data ranks."""
+        if not self._is_synced:
+            group, source = self._pipeline
+            state = [({name: getattr(self, name) for name in self._defaults}, self._update_count)]
+            dist.broadcast_object_list(state, source, group=group, device=self.device)
+            if dist.get_rank() != source:
+                values, self._update_count = state[0]
+                for name, value in values.items():
+                    setattr(self, name, _to(value, self.device))
+        super().sync(*args, **kwargs)
+
+
+def _follow_last_stage(metric: Metric, group: dist.ProcessGroup, source: int) -> None:
+    if not isinstance(metric, _FollowsLastStage):
+        kind = type(metric)
+        names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        metric.__class__ = type(kind.__name__, (_FollowsLastStage, kind), names)
+    metric.__dict__["_pipeline"] = (group, source)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
+
+
+def drop_foreign_state(optimizers: Sequence[Any]) -> None:
+    """State that an optimizer made at once for parameters of other stages."""
+    for optimizer in optimizers:
+        for parameter in [p for p in optimizer.state if is_ghost(p)]:
+            del optimizer.state[parameter]
