@@ -9,6 +9,7 @@ from lightning_parallel.checkpoint.optimizer import optimizer_state_dict as opti
 from lightning_parallel.checkpoint.sharded import lay_out as lay_out
 from lightning_parallel.checkpoint.sharded import load_sharded as load_sharded
 from lightning_parallel.checkpoint.sharded import save_sharded as save_sharded
+from lightning_parallel.checkpoint.stages import collect_stages as collect_stages
 from lightning_parallel.checkpoint.storage import is_sharded_checkpoint as is_sharded_checkpoint
 from lightning_parallel.checkpoint.storage import read_file as read_file
 from lightning_parallel.checkpoint.storage import remove as remove

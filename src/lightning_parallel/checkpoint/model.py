@@ -15,6 +15,7 @@ from lightning_parallel._torch import HOST
 from lightning_parallel.checkpoint.layout import copy_whole, gather
 from lightning_parallel.checkpoint.names import plain_name
 from lightning_parallel.checkpoint.tree import map_children
+from lightning_parallel.schemes.pipeline.ghost import ghosts_in_step, is_ghost
 
 
 def model_state_dict(module: nn.Module, *, full: bool, is_writer: bool = True) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def load_model_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict
         renamed._metadata = OrderedDict(  # type: ignore[attr-defined]
             (name, versions[plain_name(name)]) for name, _ in module.named_modules() if plain_name(name) in versions
         )
-    with ShardedCopy():
+    with ShardedCopy(), ghosts_in_step():  # torch warns where it copies into a tensor on the meta device
         return module.load_state_dict(renamed, strict=strict)
 
 
@@ -115,6 +116,8 @@ def to_host(tree: Any, *, is_writer: bool) -> Any:
 
 
 def _to_host(value: Tensor, is_writer: bool) -> Tensor:
+    if is_ghost(value):
+        return value
     if not isinstance(value, DTensor):
         return value.detach().to(HOST) if is_writer else value
     whole = gather(value)

@@ -20,6 +20,7 @@ from lightning_parallel.checkpoint.model import to_host
 from lightning_parallel.checkpoint.names import parameter_names, plain_name
 from lightning_parallel.checkpoint.tree import map_children
 from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
 
 STEP = "step"  # torch's optimizers count steps under this key, as a plain scalar whatever the parameter is
 
@@ -84,7 +85,9 @@ def load_optimizer_state_dict(optimizer: Optimizer, module: nn.Module, state: Ma
         )
     )
     laid_out = {
-        key: _lay_out(value, by_number[key]) if key in by_number else value for key, value in numbered["state"].items()
+        key: _lay_out(value, by_number[key]) if key in by_number else value
+        for key, value in numbered["state"].items()
+        if not is_ghost(by_number.get(key))
     }
     optimizer.load_state_dict({**numbered, "state": laid_out})
 

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from lightning_parallel._torch import HOST
 from lightning_parallel.checkpoint.layout import Block, blocks, local
 from lightning_parallel.checkpoint.tree import Path
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
 
 
 class BlockSavePlanner(DefaultSavePlanner):
@@ -139,7 +140,9 @@ class BlockLoadPlanner(LoadPlanner):
 
 
 def _stored_blocks(tensor: Tensor) -> list[Block]:
-    """The blocks with elements; of a tensor without any, the one that says it is there."""
+    """The blocks with elements; of a tensor without any, the one that says it is there. Of a ghost none."""
+    if is_ghost(tensor):
+        return []
     held = blocks(tensor)
     return [block for block in held if prod(block.size)] if tensor.numel() else held[:1]
 

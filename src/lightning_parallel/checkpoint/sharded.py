@@ -29,6 +29,7 @@ from lightning_parallel.checkpoint.storage import (
 )
 from lightning_parallel.checkpoint.tree import Path, flatten, put_back, set_at, take_shards
 from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
 
 # torch's distributed checkpoint, which `shards` imports, costs 0.1 s: it is imported where it is used.
 
@@ -108,15 +109,19 @@ def load_sharded(
     paths = {name: path_of(name, index) for name in index.state_dict_metadata}
     own = {} if module is None else _named_tensors(module)
     targets: dict[str, Any] = {}
+    ghosts: dict[str, Tensor] = {}
     for name, stored in index.state_dict_metadata.items():
         if not optimizers and str(paths[name][0]).startswith(_OPTIMIZER):
+            continue
+        if (ghost := _elsewhere(paths[name], own)) is not None:
+            ghosts[name] = ghost
             continue
         targets[name] = None
         if isinstance(stored, TensorStorageMetadata):
             targets[name] = _target(paths[name], stored.size, stored.properties.dtype, own)
     read_shards(path, index, targets, weights_only=weights_only)
     tree: dict[str, Any] = {}
-    for name, value in targets.items():
+    for name, value in {**targets, **{n: g for n, g in ghosts.items() if not str(paths[n][0]).startswith(_OPTIMIZER)}}.items():
         set_at(tree, paths[name], value)
     fs, where = resolve(path)
     with fs.open(f"{where}/{META_FILE}", "rb") as file:
@@ -146,6 +151,13 @@ def lay_out(checkpoint: Any, module: nn.Module) -> Any:
         return sharded
 
     return convert(checkpoint)
+
+
+def _elsewhere(path: Path, own: Mapping[str, Tensor]) -> Tensor | None:
+    """The ghost of what another pipeline stage is to read."""
+    names = (plain_name(str(part)) for part in path[1:])
+    like = next((own[name] for name in names if name in own), None)
+    return like if is_ghost(like) else None
 
 
 def _target(path: Path, shape: torch.Size, dtype: torch.dtype, own: Mapping[str, Tensor]) -> Tensor:

@@ -44,7 +44,19 @@ class SavingStrategy(RankStrategy):
         assert self.lightning_module is not None
         self._wait_for_interrupted_ranks()
         full = not self._save_distributed_checkpoint
-        return checkpoints.model_state_dict(self.lightning_module, full=full, is_writer=self.is_global_zero)
+        state = checkpoints.model_state_dict(self.lightning_module, full=full, is_writer=self._writes_stage)
+        return self._whole(state) if full else state
+
+    @property
+    def _writes_stage(self) -> bool:
+        """Whether this rank keeps what is gathered from its pipeline stage: rank 0, and its peers on the other stages."""
+        return self.global_rank % (self.mesh.sizes.world // self.mesh.sizes.pp) == 0
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What the stages gathered, together on rank 0."""
+        if self.mesh.sizes.pp > 1 and self._writes_stage:
+            return checkpoints.collect_stages(state, self.mesh.pp.get_group(), self.root_device)  # type: ignore[no-any-return]
+        return state
 
     def _wait_for_interrupted_ranks(self) -> None:
         """An exception on one rank must not start to save alone: its peers are in other collectives, or gone.
@@ -72,9 +84,10 @@ class SavingStrategy(RankStrategy):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         full = not self._save_distributed_checkpoint
-        return checkpoints.optimizer_state_dict(
-            optimizer, self.lightning_module, full=full, is_writer=self.is_global_zero
+        state = checkpoints.optimizer_state_dict(
+            optimizer, self.lightning_module, full=full, is_writer=self._writes_stage
         )
+        return self._whole(state) if full else state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Path, storage_options: Any | None = None) -> None:

@@ -93,7 +93,7 @@ class StagedModule:
         self._kept: list[Tensor] = []  # ids are looked up while tensors are replaced
         holders = split.holders(module)
         self._all_shared = {stages for stages in holders.values() if len(stages) > 1}
-        # Where this rank has several stages: what only some of them hold is hidden while another one runs.
+        # What is here for one stage, or is tied to what is, is hidden while a stage runs that does not hold it.
         self._switched: list[tuple[frozenset[int], dict[str, Any], str, Any]] = []
         self._shadows: dict[int, nn.Module | None] = {}
         for site, held in split.sites.items():
@@ -102,24 +102,23 @@ class StagedModule:
             if tensor is None:
                 continue
             self._kept.append(tensor)
-            if not held & set(self.stages):
+            if not holders[id(tensor)] & set(self.stages):
                 store[site.name] = self._ghost(tensor, site, device)
                 continue
             if not site.is_buffer:
                 for stage in held & set(self.stages):
                     self._own[stage].append((self._modules[site.module], site.name))
-            if not site.is_buffer and len(holders[id(tensor)]) > 1:
-                self._shared[site] = holders[id(tensor)]
-        if len(self.stages) > 1:
-            self._prepare_switches(device)
+                if len(holders[id(tensor)]) > 1:
+                    self._shared[site] = holders[id(tensor)]
+        self._prepare_switches(device)
 
     def _prepare_switches(self, device: torch.device) -> None:
         """Before the module is changed: ghosts of what this rank holds, and the forwards that go with them."""
         owners: dict[str, frozenset[int]] = {}
         for site, held in self.split.sites.items():
             store = self._store(site)
-            here = held & set(self.stages)
-            if here and not set(self.stages) <= held and self._block_of(site) is None and store[site.name] is not None:
+            is_here = store[site.name] is not None and not is_ghost(store[site.name])
+            if is_here and not set(self.stages) <= held and self._block_of(site) is None:
                 origin = f"{site.module}.{site.name}".lstrip(".")
                 ghost = ghost_like(store[site.name], origin, is_parameter=not site.is_buffer, device=device)
                 self._switched.append((held, store, site.name, ghost))
@@ -127,7 +126,7 @@ class StagedModule:
         for name, held in owners.items():
             values = self._modules[name].__dict__
             self._switched.append((held, values, "forward", values.get("forward", _ABSENT)))
-        for position, block in enumerate(self._blocks):
+        for position, block in enumerate(self._blocks if len(self.stages) > 1 else []):
             if self._stage_of[position] in self.stages and id(block) not in self._shadows:
                 self._shadows[id(block)] = _shadow(block, self._names[id(block)], device)
 
