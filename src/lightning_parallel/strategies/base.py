@@ -39,6 +39,7 @@ from lightning_parallel.schemes.data import FullyShardedOptions
 from lightning_parallel.schemes.pipeline.ghost import ghosts_in_step
 from lightning_parallel.schemes.pipeline.schedules import ScheduleSpec
 from lightning_parallel.schemes.pipeline.step import Runner
+from lightning_parallel.schemes.pipeline.timeline import Timeline
 from lightning_parallel.schemes.pipeline.wire import Wire
 from lightning_parallel.step import EagerStep, PipelineStep, plain
 from lightning_parallel.strategies.loaders import prepare_loader
@@ -61,6 +62,7 @@ class PipelineSettings:
     boundaries: Sequence[str] | None = None
     batch_dims: Mapping[str, int | None] | None = None
     evaluation_microbatches: int = 1
+    measure: bool = False
 
     def spec(self, size: int) -> ScheduleSpec:
         """The schedule on ``size`` ranks."""
@@ -191,6 +193,7 @@ class MeshStrategy(SavingStrategy):
             return Runner(
                 result.staged, spec, group, self.root_device, wire=wire, run_as_root=run_as_root,
                 collect=notes.collect, batch_dims=settings.batch_dims, plain=partial(tree_map, plain),
+                measure=settings.measure,
             )  # fmt: skip
 
         step = PipelineStep(
@@ -201,6 +204,20 @@ class MeshStrategy(SavingStrategy):
         step.on_outcome = notes.replay
         self.precision_plugin.stages = Stages(group, result.staged.counted_elsewhere(spec.rank_of))  # type: ignore[attr-defined]
         return step
+
+    def pipeline_timeline(self, *, measured: bool = False) -> Timeline:
+        """The pipeline's schedule as a picture: ``.text()``, ``.save("it.svg")`` (.html, .json for Perfetto, .txt).
+
+        Args:
+            measured: The last training step, in seconds, where ``PipelineParallel(measure=True)``; every rank must call
+                it. Otherwise the plan, in units of one forward.
+
+        Raises:
+            ParallelConfigError: There is no pipeline, or nothing was measured.
+        """
+        if not isinstance(self._step, PipelineStep):
+            raise ParallelConfigError("There is no pipeline: it exists from fit on, where pp is larger than 1.")
+        return self._step.runner.measured() if measured else self._step.runner.planned()
 
     def _loss_scale(self) -> float:
         """What Lightning will have multiplied the loss by before backward."""

@@ -32,6 +32,8 @@ class PipelineParallel(MeshStrategy):
             samples, ``None`` for an entry that every microbatch gets whole. Default: dim 0 of every tensor.
         evaluation_microbatches: The same for validation, test and predict. One keeps every number that a step computes
             from its whole batch; more keep the stages busy.
+        measure: Note when each forward and backward of a training step began and ended, for
+            ``trainer.strategy.pipeline_timeline(measured=True)``. An accelerator is waited for after each.
         plan: Glob of module name to role, or a ``ParallelPlan``: the roles ``block``, ``stem`` and ``head``.
         compile: Compile each block; a dict is passed to ``torch.compile``.
         error_if_nonfinite: Raise on every rank, before the step, where the norm that gradients are clipped by is not
@@ -53,6 +55,7 @@ class PipelineParallel(MeshStrategy):
         boundaries: list[str] | None = None,
         batch_dims: dict[str, int | None] | None = None,
         evaluation_microbatches: int = 1,
+        measure: bool = False,
         plan: dict[str, str] | ParallelPlan | None = None,
         compile: bool | dict[str, Any] = False,
         error_if_nonfinite: bool = False,
@@ -71,6 +74,7 @@ class PipelineParallel(MeshStrategy):
                 "boundaries": boundaries,
                 "batch_dims": batch_dims,
                 "evaluation_microbatches": evaluation_microbatches,
+                "measure": measure,
             }
         }
         super().__init__(

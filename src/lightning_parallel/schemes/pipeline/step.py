@@ -20,10 +20,10 @@ from lightning_parallel._torch import HOST
 from lightning_parallel.errors import ParallelConfigError, PlanError
 from lightning_parallel.schemes.pipeline.ghost import Ghost, is_ghost
 from lightning_parallel.schemes.pipeline.microbatches import merge_outputs, signature, split_batch
-from lightning_parallel.schemes.pipeline.schedules import ScheduleSpec
+from lightning_parallel.schemes.pipeline.schedules import ScheduleSpec, actions_of
 from lightning_parallel.schemes.pipeline.stage import Microbatch, MicrobatchStage
 from lightning_parallel.schemes.pipeline.stages import Slot, StagedModule
-from lightning_parallel.schemes.pipeline.timeline import Event
+from lightning_parallel.schemes.pipeline.timeline import Event, Timeline
 from lightning_parallel.schemes.pipeline.wire import Wire
 
 
@@ -71,6 +71,7 @@ class Runner:
             (logged, say) in the value that it yields; that of the last stage is sent to every other.
         batch_dims: See `split_batch`.
         plain: Makes what the step returns plain tensors.
+        measure: Note when each computation of a training step began and ended; an accelerator is waited for.
     """
 
     def __init__(
@@ -85,13 +86,14 @@ class Runner:
         collect: Callable[[], AbstractContextManager[Any]],
         batch_dims: Mapping[str, int | None] | None = None,
         plain: Callable[[Any], Any] = lambda value: value,
+        measure: bool = False,
     ) -> None:
         self.staged, self.spec, self.group, self.device = staged, spec, group, device
         self._collect, self._batch_dims, self._plain = collect, batch_dims, plain
         self._slots: dict[Any, dict[int, list[Slot]]] = {}
         self._work = _Work()
-        self.events: list[Event] = []
-        self.is_observing = False
+        self._events: list[Event] = []
+        self._measures = measure
         self.stages = [
             MicrobatchStage(
                 staged, index, device, group, wire=wire, run_as_root=run_as_root, seed=self._seed,
@@ -128,6 +130,7 @@ class Runner:
             ParallelConfigError: A batch that cannot be cut. On every rank.
             PlanError: The step does not call the model as a pipeline needs it.
         """
+        self._events.clear()
         with self._microbatches("train", step, args, kwargs, self.spec.microbatches, scale):
             losses: list[Tensor] = []
             self.schedule.step(target=torch.arange(self.spec.microbatches), losses=losses, return_outputs=False)
@@ -270,16 +273,28 @@ class Runner:
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed % 2**32)
 
+    def planned(self) -> Timeline:
+        """The schedule as it is meant: a backward takes twice as long as a forward, sending nothing."""
+        return Timeline.plan(actions_of(self.spec, self.schedule))
+
+    def measured(self) -> Timeline:
+        """The last training step. A collective of the pipeline's ranks."""
+        if not self._measures:
+            raise ParallelConfigError("Nothing was measured: pass PipelineParallel(measure=True).")
+        everyone: list[Any] = [None] * self.spec.size
+        dist.all_gather_object(everyone, self._events, group=self.group)
+        return Timeline.measured([event for events in everyone for event in events])
+
     @contextmanager
     def _observe(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
-        if not self.is_observing:
+        if not self._measures or not self._work.is_training:
             yield
             return
-        start = time.perf_counter()
+        start = time.time()  # the clock that processes share
         yield
         if self.device.index is not None:
-            torch.get_device_module(self.device).synchronize()
-        self.events.append(Event(self.spec.rank_of[stage], stage, kind, microbatch, start, time.perf_counter()))
+            torch.get_device_module(self.device).synchronize(self.device)
+        self._events.append(Event(self.spec.rank_of[stage], stage, kind, microbatch, start, time.time()))
 
 
 @dataclass(slots=True)
