@@ -51,7 +51,7 @@ def outer_masks(compile: dict[str, str] | bool) -> tuple[np.ndarray, int]:
             nn.init.constant_(child.bias, 1.0 if name == "layers.0.layer.down" else 0.0)
     step = set_up(module, {"tp": 2}, PLAN, compile=compile)
     for _ in range(3):
-        out = step.run(lambda: module(torch.zeros(4, SEQ, 64)), keep_gathered=True)
+        out = step.run("training", lambda: module(torch.zeros(4, SEQ, 64)), (), {}, keep_gathered=True)
         with step.backward():
             out.sum().backward()
     return (out != 0).numpy(), torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -107,7 +107,7 @@ def evaluate_encoder(sizes: dict[str, int]) -> float:
     with torch.no_grad():
         expected = module.logits(tokens)
         step = set_up(module, sizes, ENCODER_PLAN)
-        seen = step.run(lambda: module.logits(tokens), keep_gathered=False)
+        seen = step.run("training", lambda: module.logits(tokens), (), {}, keep_gathered=False)
     return float((seen - expected).abs().max())
 
 

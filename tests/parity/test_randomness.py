@@ -99,7 +99,7 @@ def draw(local: bool, sequence_parallel: bool, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         for masks in module.seen.values():
             masks.clear()
-        out = step.run(lambda: module(x), keep_gathered=True)
+        out = step.run("training", lambda: module(x), (), {}, keep_gathered=True)
         with step.backward():
             out.sum().backward()
     masks = {name: torch.cat(seen).numpy() for name, seen in module.seen.items()}
@@ -141,7 +141,7 @@ def recompute(local: bool) -> list[dict[str, Any]]:
         module.zero_grad()
         for masks in module.seen.values():
             masks.clear()
-        out = step.run(lambda again=again: module(x, again), keep_gathered=True)
+        out = step.run("training", lambda again=again: module(x, again), (), {}, keep_gathered=True)
         with step.backward():
             out.pow(2).sum().backward()
         gradients = {name: p.grad.full_tensor().numpy() for name, p in module.named_parameters()}
@@ -181,7 +181,7 @@ def attention(dropout: float) -> dict[str, Any]:
 
     F.scaled_dot_product_attention = spy
     try:
-        step.run(lambda: module.model(torch.zeros(64, 16, dtype=torch.long)), keep_gathered=True)
+        step.run("training", lambda: module.model(torch.zeros(64, 16, dtype=torch.long)), (), {}, keep_gathered=True)
     finally:
         F.scaled_dot_product_attention = original
     return {"heads": seen[0].detach().numpy(), "state": torch.get_rng_state().numpy()}

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from lightning_parallel import PipelineParallel
+from lightning_parallel.step import PipelineStep
 from tests.support.models import Classifier, NanoGPT
 
 
@@ -38,3 +44,32 @@ class LossOfTheRank(Classifier):
         loss = self.loss(batch)
         self.log("train_loss", loss, sync_dist=False)
         return loss
+
+
+class ForgetsTies(PipelineParallel):
+    """Each stage trains its copy of a tied weight on its own gradient."""
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        self.step.parallelized.ties.clear()
+
+
+class DoublesAMicrobatch(PipelineParallel):
+    """Gives the first microbatch twice its weight."""
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        assert isinstance(self.step, PipelineStep)
+        runner = self.step.runner
+        use = runner._use_output
+        for stage in runner.stages:
+            stage._use_output = lambda index, output: use(index, output) * (2.0 if index == 0 else 1.0)
+
+
+class CountsTiesTwice(PipelineParallel):
+    """The global norm has each copy of a tied weight in it."""
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        plugin: Any = self.precision_plugin
+        plugin.stages = replace(plugin.stages, counted_elsewhere=frozenset())

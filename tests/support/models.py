@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -252,6 +253,25 @@ class Classifier(Supervised):
     def make_samples(self, count: int, seq: int, generator: Generator) -> tuple[Tensor, Tensor]:
         x = torch.randn(count, self.features, generator=generator)
         return x, torch.randint(0, self.classes, (count,), generator=generator)
+
+
+class BatchNormed(Supervised):
+    """A convolutional `Sequential` with batch norm. `x` is (batch, 2, 8, 8), `y` (batch,) classes."""
+
+    def __init__(self, *, layers: int = 8, optimizer: OptimizerOptions | str = "sgd") -> None:
+        super().__init__(optimizer)
+        widths = [2, *[4] * layers]
+        self.model = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+                for before, after in pairwise(widths)
+            ),
+            nn.Flatten(),
+            nn.Linear(4 * 64, 10),
+        )
+
+    def make_samples(self, count: int, seq: int, generator: Generator) -> tuple[Tensor, Tensor]:
+        return torch.randn(count, 2, 8, 8, generator=generator), torch.randint(0, 10, (count,), generator=generator)
 
 
 class GAN(LightningModule):

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
 from tests.support.models import walk_tokens
 from tests.support.specs import Spec, build, build_strategy
 
@@ -60,7 +61,7 @@ class Record:
         clipped: After each step, where clipping is on: what the optimizer used.
         initial: Parameters and buffers once the strategy has set the module up.
         final: The same after the last step.
-        absent: Parameters on the meta device: another pipeline stage holds them.
+        absent: Parameters and buffers that another pipeline stage holds.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -72,28 +73,53 @@ class Record:
 
 
 class Recorder(Callback):
-    def __init__(self, *, record_clipped: bool) -> None:
+    """Records a fit.
+
+    Args:
+        ties: Name to the first name of the same parameter, before the fit.
+    """
+
+    def __init__(self, *, record_clipped: bool, ties: Mapping[str, str] | None = None) -> None:
         self.record = Record()
+        self._ties = ties or {}
         self._record_clipped = record_clipped
         self._has_stepped = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.record.initial = _state(pl_module)
-        self.record.absent = {name for name, p in pl_module.named_parameters() if p.is_meta}
+        self.record.initial = self._state(pl_module)
+        named = [*pl_module.named_parameters(), *pl_module.named_buffers()]
+        self.record.absent = {name for name, tensor in named if is_ghost(tensor)} - {*self.record.initial}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         only = None if len(trainer.optimizers) == 1 else {id(p) for g in optimizer.param_groups for p in g["params"]}
-        self.record.gradients.append(_gradients(pl_module, only))
+        self.record.gradients.append(self._gradients(pl_module, only))
         self._has_stepped = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self.record.losses.append(float(trainer.callback_metrics["train_loss"]))
         if self._has_stepped and self._record_clipped:
-            self.record.clipped.append(_gradients(pl_module, None))  # still there: zeroed by the next closure
+            self.record.clipped.append(self._gradients(pl_module, None))  # still there: zeroed by the next closure
         self._has_stepped = False
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.record.final = _state(pl_module)
+        self.record.final = self._state(pl_module)
+
+    def _parameters(self, module: LightningModule) -> list[tuple[str, nn.Parameter]]:
+        """What this rank holds. A tie between stages has the name of a parameter that is on another one."""
+        ghosts = {name for name, p in module.named_parameters() if is_ghost(p)}
+        return [
+            (self._ties[name] if self._ties.get(name) in ghosts else name, p)
+            for name, p in module.named_parameters()
+            if name not in ghosts
+        ]
+
+    def _state(self, module: LightningModule) -> Arrays:
+        buffers = [(name, buffer) for name, buffer in module.named_buffers() if not is_ghost(buffer)]
+        return _full_arrays([*self._parameters(module), *buffers])
+
+    def _gradients(self, module: LightningModule, only: set[int] | None) -> Arrays:
+        wanted = [(name, p.grad) for name, p in self._parameters(module) if only is None or id(p) in only]
+        return _full_arrays((name, gradient) for name, gradient in wanted if gradient is not None)
 
 
 class GlobalBatchSampler(Sampler[int]):
@@ -134,7 +160,7 @@ def train(training: Training) -> Record:
     torch.manual_seed(training.seed + (rank if training.seed_apart else 0))
     module = training.model(**training.model_kwargs)
     count = training.batch * training.steps * training.accumulate
-    recorder = Recorder(record_clipped=training.clip_val is not None)
+    recorder = Recorder(ties=first_names(module), record_clipped=training.clip_val is not None)
     options = {key: build(value) for key, value in training.trainer_kwargs.items()}
     trainer = Trainer(
         accelerator="cpu",
@@ -166,14 +192,10 @@ def full_array(tensor: Tensor) -> np.ndarray:
     return np.array(tensor.cpu().numpy(), copy=True)
 
 
-def _state(module: LightningModule) -> Arrays:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return _full_arrays((name, tensor) for name, tensor in named if not tensor.is_meta)
-
-
-def _gradients(module: LightningModule, only: set[int] | None) -> Arrays:
-    wanted = [(name, p.grad) for name, p in module.named_parameters() if only is None or id(p) in only]
-    return _full_arrays((name, gradient) for name, gradient in wanted if gradient is not None)
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Name of each parameter to the first name that it has."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _full_arrays(named: Iterable[tuple[str, Tensor]]) -> Arrays:
