@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 # ``PipelineStage`` takes only the latter. The base class is what torch's schedules are written against, and the three
 # functions are how they run backward, whole or split into inputs and weights. The runtime takes a schedule from a file.
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 from torch.distributed.tensor import DTensor
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FAKE_ERRORS",
     "HOST",
+    "PipelineAction",
     "PipelineScheduleRuntime",
     "PipelineStageBase",
     "StridedShard",

@@ -1,6 +1,7 @@
 """Sizes, ``"auto"``, and the named device mesh with the views that the rest asks for.
 
-A mesh has axes, a tensor has dims. Axes, outermost first: ``pp`` (stages), ``ddp`` (replicas), ``fsdp`` (shards), ``tp``.
+A mesh has axes, a tensor has dims. Axes, outermost first: ``pp`` (stages), ``ddp`` (replicas), ``fsdp`` (shards),
+``tp``.
 The *data rank* counts over ``ddp × fsdp``: ranks that share one see the same samples.
 """
 

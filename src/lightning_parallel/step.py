@@ -26,6 +26,7 @@ from lightning_parallel._torch import reduce_fully_sharded, tree_map
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.recipe import Parallelized
 from lightning_parallel.schemes.data import reduce_partial_gradients, sum_over
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
 from lightning_parallel.schemes.pipeline.step import Outcome, Runner
 from lightning_parallel.schemes.tensor.lazy import LazyShard
 from lightning_parallel.schemes.tensor.modules import global_view
@@ -182,10 +183,10 @@ class EagerStep:
 class PipelineStep(EagerStep):
     """Runs each step as a schedule over microbatches, forward and backward in one go.
 
-    [Note: set aside]  Lightning calls ``training_step``, then ``zero_grad``, then ``backward``. By then a schedule has run
-    backward already. So what it added to plain parameters is set aside when ``training_step`` ends, and given
-    back in ``backward``; what FSDP holds lies on gathered parameters, which ``zero_grad`` does not see, until it is
-    reduced there. The returned loss has a graph of one node, which tells by what the loss was scaled on the way.
+    [Note: set aside]  Lightning calls ``training_step``, then ``zero_grad``, then ``backward``. By then a schedule has
+    run backward already. So what it added to plain parameters is set aside when ``training_step`` ends, and given back
+    in ``backward``; what FSDP holds lies on gathered parameters, which ``zero_grad`` does not see, until it is reduced
+    there. The returned loss has a graph of one node, which tells by what the loss was scaled on the way.
 
     Args:
         module: The LightningModule, after ``parallelize``.
@@ -194,6 +195,7 @@ class PipelineStep(EagerStep):
         tie_groups: Ranks of one pipeline to the group that sums the gradients of what they share.
         loss_scale: What Lightning will have multiplied the loss by before backward.
         evaluation_microbatches: Into how many a batch is cut where nothing is trained.
+        reduces_each_step: FSDP reduces gradients in each step, not once a window: each has a factor of its own.
     """
 
     def __init__(
@@ -205,8 +207,10 @@ class PipelineStep(EagerStep):
         tie_groups: Mapping[frozenset[int], dist.ProcessGroup],
         loss_scale: Callable[[], float],
         evaluation_microbatches: int = 1,
+        reduces_each_step: bool = False,
     ) -> None:
         super().__init__(module, parallelized)
+        self._reduces_each_step = reduces_each_step
         self.runner = make_runner(self._as_root_forward)
         self._tie_groups, self._loss_scale = tie_groups, loss_scale
         self._evaluation_microbatches = evaluation_microbatches
@@ -222,7 +226,11 @@ class PipelineStep(EagerStep):
         """One step of the user's on all microbatches; what it returns is the same on every stage."""
         self._depth += 1
         is_training = kind == "training"
-        before = [(p, p.grad) for p in self.parallelized.unsharded] if is_training else []
+        plain_ones = self.parallelized.unsharded
+        if self._reduces_each_step:
+            self.reshard()
+            plain_ones = [p for p in self.module.parameters() if not is_ghost(p)]
+        before = [(p, p.grad) for p in plain_ones] if is_training else []
         for parameter, _ in before:
             parameter.grad = None
         try:
@@ -230,6 +238,9 @@ class PipelineStep(EagerStep):
                 if is_training:
                     scale = self._loss_scale()
                     outcome = self.runner.train(step, args, kwargs, scale)
+                    if self._reduces_each_step:
+                        self._reduce_sharded()
+                        self.reshard()
                 else:
                     outcome = self.runner.evaluate(kind, step, args, kwargs, self._evaluation_microbatches)
         finally:
@@ -237,6 +248,8 @@ class PipelineStep(EagerStep):
             self._aside = [(p, p.grad) for p, _ in before if p.grad is not None]
             for parameter, gradient in before:
                 parameter.grad = gradient
+        for _, gradient in self._aside if outcome.factor != 1 else []:
+            gradient.mul_(outcome.factor)
         self.on_outcome(outcome)
         if not is_training:
             self.reshard()
@@ -271,7 +284,7 @@ class PipelineStep(EagerStep):
                 gradient.mul_(factor)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._aside = []
-        if factor != 1 and self._root is not None:
+        if factor != 1 and self._root is not None and not self._reduces_each_step:
             raise ParallelConfigError(
                 f"The loss was multiplied by {factor} between training_step and backward. With pp and fsdp the "
                 "gradients exist by then: multiply it in training_step."
@@ -280,12 +293,16 @@ class PipelineStep(EagerStep):
             self._reduce()
         self.reshard()
 
-    def _reduce(self) -> None:
+    def _reduce_sharded(self) -> None:
         if self._root is not None:
             self._root.set_is_last_backward(True)
             self._root.set_reshard_after_backward(True)
             self._root.set_requires_gradient_sync(True)
             reduce_fully_sharded(self._root)
+
+    def _reduce(self) -> None:
+        if not self._reduces_each_step:
+            self._reduce_sharded()
         if (reducer := self.parallelized.reducer) is not None:
             reducer.enabled = True
             reducer.start()

@@ -74,8 +74,8 @@ def make_trainer(strategy: Spec | None, *callbacks: Callback, **options: Any) ->
 
 
 def weights(module: LightningModule) -> Arrays:
-    """Whole parameters by name. A collective."""
-    return {name: full_array(parameter) for name, parameter in module.named_parameters()}
+    """Whole parameters by name, of a pipeline those of this rank's stages. A collective."""
+    return {name: full_array(parameter) for name, parameter in module.named_parameters() if not parameter.is_meta}
 
 
 def largest_difference(left: Arrays, right: Arrays) -> float:

@@ -50,7 +50,7 @@ def fit_masked(strategy: Spec | None) -> dict[str, Any]:
 def errors(seen: dict[str, Any], expected: dict[str, Any]) -> tuple[float, float]:
     """Of the loss, and of the gradients of the first step by the scale of each."""
     one, other = seen["gradients"][0], expected["gradients"][0]
-    worst = max(float(np.abs(one[name] - other[name]).max() / np.abs(other[name]).max()) for name in other)
+    worst = max(float(np.abs(one[name] - other[name]).max() / np.abs(other[name]).max()) for name in one)
     return abs(seen["loss"] - expected["loss"]), worst
 
 
@@ -60,11 +60,14 @@ def errors(seen: dict[str, Any], expected: dict[str, Any]) -> tuple[float, float
         (("HybridParallel", {"ddp": 4, "fsdp": 1}), 4),
         (("HybridParallel", {"fsdp": 4}), 4),
         (("HybridParallel", {"fsdp": 2, "tp": 2, "plan": PLAN}), 4),
+        (("PipelineParallel", {"microbatches": 4}), 2),
+        (("HybridParallel", {"fsdp": 2, "pp": ("PipelineParallel", {"size": 2, "microbatches": 2})}), 4),
+        (("HybridParallel", {"ddp": 2, "fsdp": 1, "pp": 2}), 4),
     ],
     ids=lambda value: describe(value) if isinstance(value, tuple) else None,
 )
 def test_each_token_weighs_the_same(pool: WorkerPool, strategy: tuple[str, dict[str, Any]], world: int) -> None:
-    # torchtitan#4167.
+    # torchtitan#4167, #2972: and over the microbatches of a pipeline.
     [expected] = pool.run_once(fit_masked, None, world=1)
     weighted = strategy[0], {**strategy[1], "token_weighted_loss": True}
     for seen in pool.run(fit_masked, weighted, world=world):

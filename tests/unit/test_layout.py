@@ -40,6 +40,16 @@ PRIVATE_ATTRIBUTES = {
     "_foreach_clamp_max_": "as _foreach_clamp_min_",
     "_assert_async": "a check of values that does not wait for the device",
     "_make_wrapper_subclass": "how torch documents a tensor subclass without storage",
+    "_compiled_call_impl": "what nn.Module.compile() sets: the one place from which a module's call can be taken over",
+    "_call_impl": "as _compiled_call_impl: the call with its hooks",
+    "_is_param": "torch's mark of a parameter that is a tensor subclass",
+    "_is_view": "a view cannot be detached in place, which torch's split backward does",
+    "_load_csv": "torch's schedules read a file by no other name",
+    "_update_count": "of a torchmetrics Metric: how often it was updated",
+    "_computed": "of a torchmetrics Metric: its cached result",
+    "_forward_cache": "of a torchmetrics Metric: its last batch value, which Lightning logs",
+    "_replace": "of every NamedTuple: the underscore keeps it apart from the fields",
+    "_asdict": "as _replace",
     "_C": "torch._C.DisableTorchFunctionSubclass: how torch documents __torch_function__",
 }
 

@@ -15,13 +15,14 @@ from lightning_parallel import (
     FullyShardedDataParallel,
     HybridParallel,
     ParallelConfigError,
+    PipelineParallel,
     TensorParallel,
 )
 from lightning_parallel.mesh import MeshSizes, ParallelMesh, ResolvedSizes, divisors
 from tests.support.fake import fake_world
 from tests.support.meshes import factorisations
 
-AXES = ("ddp", "fsdp", "tp")
+AXES = ("pp", "ddp", "fsdp", "tp")
 
 
 @pytest.mark.parametrize(
@@ -34,12 +35,14 @@ AXES = ("ddp", "fsdp", "tp")
         ({"ddp": 2, "fsdp": 2, "tp": "auto"}, 4, (2, 2, 1)),
         ({"ddp": 3, "tp": 2}, 6, (3, 1, 2)),
         ({"ddp": 8, "fsdp": "auto", "tp": 8}, 1024, (8, 16, 8)),
+        ({"pp": 2, "ddp": 8, "fsdp": "auto", "tp": 8}, 1024, (8, 8, 8)),
+        ({"pp": "auto", "tp": 2}, 8, (1, 1, 2)),
     ],
 )
 def test_sizes_resolve(sizes: dict[str, Any], world: int, expected: tuple[int, int, int]) -> None:
     resolved = MeshSizes(**sizes).resolve(world)
-    assert tuple(resolved.as_dict().values()) == expected
-    assert resolved.world == world
+    assert (resolved.ddp, resolved.fsdp, resolved.tp) == expected
+    assert resolved.world == resolved.pp * resolved.ddp * resolved.fsdp * resolved.tp == world
     assert resolved.data == expected[0] * expected[1]
 
 
@@ -118,7 +121,9 @@ def test_divisors() -> None:
     ],
 )
 def test_strategies_turn_arguments_into_sizes(strategy: Any, expected: tuple[int, int, int]) -> None:
-    assert tuple(strategy()._requested.resolve(8).as_dict().values()) == expected
+    resolved = strategy()._requested.resolve(8)
+    assert (resolved.ddp, resolved.fsdp, resolved.tp) == expected
+    assert resolved.world == 8
 
 
 @pytest.mark.parametrize(
@@ -131,6 +136,8 @@ def test_strategies_turn_arguments_into_sizes(strategy: Any, expected: tuple[int
         ({"fsdp": 0}, "fsdp=0: a size is a positive integer"),
         ({"tp": FullyShardedDataParallel(2)}, r"tp=FullyShardedDataParallel\(…\): this axis takes a TensorParallel"),
         ({"fsdp": HybridParallel()}, r"fsdp=HybridParallel\(…\): this axis takes a FullyShardedDataParallel"),
+        ({"pp": TensorParallel()}, r"pp=TensorParallel\(…\): this axis takes a PipelineParallel"),
+        ({"pp": PipelineParallel("auto"), "tp": "auto"}, 'pp="auto" and tp="auto"'),
         ({"ddp": TensorParallel()}, r"ddp=TensorParallel\(…\): this axis takes a DataParallel"),
     ],
 )
@@ -147,8 +154,9 @@ def test_coordinates_count_tp_fastest(sizes: dict[str, int]) -> None:
     resolved = ResolvedSizes(**sizes)
     for rank in range(8):
         where = resolved.coordinates(rank)
-        assert rank == (where["ddp"] * sizes["fsdp"] + where["fsdp"]) * sizes["tp"] + where["tp"]
-        assert resolved.data_rank(rank) == where["ddp"] * sizes["fsdp"] + where["fsdp"]
+        data = where["ddp"] * sizes["fsdp"] + where["fsdp"]
+        assert rank == (where["pp"] * resolved.data + data) * sizes["tp"] + where["tp"]
+        assert resolved.data_rank(rank) == data
         assert all(0 <= where[axis] < sizes[axis] for axis in AXES)
 
 
@@ -162,13 +170,23 @@ def test_the_views_of_rank_5_of_8() -> None:
     with fake_world(5, 8):
         mesh = ParallelMesh("cpu", ResolvedSizes(ddp=2, fsdp=2, tp=2))
         assert mesh.device_mesh.mesh_dim_names == AXES
-        assert mesh.device_mesh.get_coordinate() == (1, 0, 1)
+        assert mesh.device_mesh.get_coordinate() == (0, 1, 0, 1)
         assert dist.get_process_group_ranks(mesh.tp.get_group()) == [4, 5]
         assert dist.get_process_group_ranks(mesh.ddp.get_group()) == [1, 5]
         assert mesh.fully_shard.mesh_dim_names == ("ddp", "fsdp")
         assert dist.get_process_group_ranks(mesh.fully_shard.get_group("fsdp")) == [5, 7]
         assert dist.get_process_group_ranks(mesh.data_group) == [1, 3, 5, 7]
         assert mesh.data_rank == 2
+
+
+def test_stages_of_one_replica_see_the_same_samples() -> None:
+    """pp=2 × fsdp=2 × tp=2: rank 5 is on the second stage, shard 0, tensor part 1."""
+    with fake_world(5, 8):
+        mesh = ParallelMesh("cpu", ResolvedSizes(pp=2, fsdp=2, tp=2))
+        assert dist.get_process_group_ranks(mesh.pp.get_group()) == [1, 5]
+        assert dist.get_process_group_ranks(mesh.data_group) == [5, 7]
+        assert [mesh.sizes.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+        assert dist.get_process_group_ranks(mesh.pipeline_groups([frozenset({0, 1})])[frozenset({0, 1})]) == [1, 5]
 
 
 @pytest.mark.parametrize("sizes", factorisations(8, AXES), ids=str)
@@ -179,7 +197,9 @@ def test_views_agree_with_coordinates_on_every_mesh_of_8(sizes: dict[str, int]) 
         here = resolved.coordinates(5)
         assert dict(zip(AXES, mesh.device_mesh.get_coordinate() or (), strict=True)) == here
         assert mesh.data_rank == resolved.data_rank(5)
-        peers = [rank for rank in range(8) if resolved.coordinates(rank)["tp"] == here["tp"]]
+        peers = [
+            rank for rank in range(8) if all(resolved.coordinates(rank)[axis] == here[axis] for axis in ("pp", "tp"))
+        ]
         assert dist.get_process_group_ranks(mesh.data_group) == peers
         assert mesh.fully_shard.mesh_dim_names == (("ddp", "fsdp") if sizes["ddp"] > 1 else ("fsdp",))
 

@@ -114,14 +114,15 @@ def load_sharded(
         if not optimizers and str(paths[name][0]).startswith(_OPTIMIZER):
             continue
         if (ghost := _elsewhere(paths[name], own)) is not None:
-            ghosts[name] = ghost
+            if paths[name][0] == "state_dict":
+                ghosts[name] = ghost  # load_state_dict wants every key
             continue
         targets[name] = None
         if isinstance(stored, TensorStorageMetadata):
             targets[name] = _target(paths[name], stored.size, stored.properties.dtype, own)
     read_shards(path, index, targets, weights_only=weights_only)
     tree: dict[str, Any] = {}
-    for name, value in {**targets, **{n: g for n, g in ghosts.items() if not str(paths[n][0]).startswith(_OPTIMIZER)}}.items():
+    for name, value in (targets | ghosts).items():
         set_at(tree, paths[name], value)
     fs, where = resolve(path)
     with fs.open(f"{where}/{META_FILE}", "rb") as file:

@@ -66,4 +66,3 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
             yield from _leaves((*path, key), child)
     elif not isinstance(value, Ghost):
         yield path, value
-

@@ -75,6 +75,7 @@ class MeshStrategy(SavingStrategy):
     Attributes:
         requested_size: Of the axis, where the strategy stands for one.
         options: What a ``HybridParallel`` takes from the strategy, as keyword arguments of this class.
+        shared_options: What it has arguments of its own for.
     """
 
     requested_size: Size = "auto"
@@ -97,6 +98,15 @@ class MeshStrategy(SavingStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
+        self.shared_options = {
+            "compile": compile,
+            "token_weighted_loss": token_weighted_loss,
+            "error_if_nonfinite": error_if_nonfinite,
+            "save_distributed_checkpoint": save_distributed_checkpoint,
+            "weights_only": weights_only,
+            "process_group_backend": process_group_backend,
+            "timeout": timeout,
+        }
         self._error_if_nonfinite = error_if_nonfinite  # read by the setter that the base calls
         super().__init__(sizes, process_group_backend=process_group_backend, timeout=timeout)
         self._plan = plan
@@ -193,13 +203,14 @@ class MeshStrategy(SavingStrategy):
             return Runner(
                 result.staged, spec, group, self.root_device, wire=wire, run_as_root=run_as_root,
                 collect=notes.collect, batch_dims=settings.batch_dims, plain=partial(tree_map, plain),
-                measure=settings.measure,
+                tokens=self.mesh.data_group if self._token_weighted_loss else None, measure=settings.measure,
             )  # fmt: skip
 
         step = PipelineStep(
             module, result, make_runner,
             tie_groups=self.mesh.pipeline_groups(result.staged.tied_ranks(spec.rank_of)),
             loss_scale=self._loss_scale, evaluation_microbatches=settings.evaluation_microbatches,
+            reduces_each_step=self._token_weighted_loss and result.is_sharded,
         )  # fmt: skip
         step.on_outcome = notes.replay
         self.precision_plugin.stages = Stages(group, result.staged.counted_elsewhere(spec.rank_of))  # type: ignore[attr-defined]

@@ -30,8 +30,8 @@ class HybridParallel(MeshStrategy):
         plan: Glob of module name to role, or a ``ParallelPlan``. Default: the module's ``parallel_plan()``, else what a
             Hugging Face model publishes.
         compile: Compile each block; a dict is passed to ``torch.compile``.
-        token_weighted_loss: Weight a mean cross entropy by its number of valid tokens over the data ranks, so that
-            ranks with unequal numbers of ignored labels give one device's loss and gradients.
+        token_weighted_loss: Weight a mean cross entropy by its number of valid tokens over data ranks and microbatches,
+            so that unequal numbers of ignored labels give one device's loss and gradients.
         error_if_nonfinite: Raise on every rank, before the step, where the norm that gradients are clipped by is not
             finite.
         save_distributed_checkpoint: A folder with each rank's shards, or one whole file written by rank 0.
@@ -71,12 +71,13 @@ class HybridParallel(MeshStrategy):
             ("pp", pp, PipelineParallel),
         ):
             if isinstance(given, kind):
+                _check_shared_options(axis, given)
                 options |= given.options
             elif isinstance(given, MeshStrategy):
                 raise ParallelConfigError(f"{axis}={type(given).__name__}(…): this axis takes a {kind.__name__}.")
-        for axis in (tp, pp):
-            if plan is None and isinstance(axis, TensorParallel | PipelineParallel):
-                plan = axis.requested_plan
+        for part in (tp, pp):
+            if plan is None and isinstance(part, TensorParallel | PipelineParallel):
+                plan = part.requested_plan
         super().__init__(
             MeshSizes(**sizes),
             plan=plan,
@@ -89,6 +90,17 @@ class HybridParallel(MeshStrategy):
             timeout=timeout,
             **options,
         )
+
+
+def _check_shared_options(axis: str, given: MeshStrategy) -> None:
+    """An option of the whole run on one axis would be lost."""
+    defaults = type(given)().shared_options
+    for name, value in given.shared_options.items():
+        if value != defaults[name]:
+            raise ParallelConfigError(
+                f"{axis}={type(given).__name__}({name}={value!r}): this is for the whole mesh. Give {name} to "
+                "HybridParallel."
+            )
 
 
 def _size(given: Size | MeshStrategy) -> Any:

@@ -28,14 +28,16 @@ class PipelineParallel(MeshStrategy):
         balance: ``"even"`` gives every stage as many blocks, ``"cost"`` makes the costliest stage as cheap as possible,
             the stem and the head counted.
         boundaries: Names of the blocks with which the stages after the first begin.
-        batch_dims: Glob of an entry of the batch (``"1"``, ``"attention_mask"``, ``"images.*"``) to the dim that counts its
-            samples, ``None`` for an entry that every microbatch gets whole. Default: dim 0 of every tensor.
+        batch_dims: Glob of an entry of the batch (``"1"``, ``"attention_mask"``, ``"images.*"``) to the dim that counts
+            its samples, ``None`` for an entry that every microbatch gets whole. Default: dim 0 of every tensor.
         evaluation_microbatches: The same for validation, test and predict. One keeps every number that a step computes
             from its whole batch; more keep the stages busy.
         measure: Note when each forward and backward of a training step began and ended, for
             ``trainer.strategy.pipeline_timeline(measured=True)``. An accelerator is waited for after each.
         plan: Glob of module name to role, or a ``ParallelPlan``: the roles ``block``, ``stem`` and ``head``.
         compile: Compile each block; a dict is passed to ``torch.compile``.
+        token_weighted_loss: Weight a mean cross entropy by its number of valid tokens over microbatches, so that
+            unequal numbers of ignored labels give one device's loss and gradients.
         error_if_nonfinite: Raise on every rank, before the step, where the norm that gradients are clipped by is not
             finite.
         save_distributed_checkpoint: A folder with each rank's shards, or one whole file written by rank 0.
@@ -58,6 +60,7 @@ class PipelineParallel(MeshStrategy):
         measure: bool = False,
         plan: dict[str, str] | ParallelPlan | None = None,
         compile: bool | dict[str, Any] = False,
+        token_weighted_loss: bool = False,
         error_if_nonfinite: bool = False,
         save_distributed_checkpoint: bool = True,
         weights_only: bool | None = None,
@@ -81,6 +84,7 @@ class PipelineParallel(MeshStrategy):
             MeshSizes(pp=size),
             plan=plan,
             compile=compile,
+            token_weighted_loss=token_weighted_loss,
             error_if_nonfinite=error_if_nonfinite,
             save_distributed_checkpoint=save_distributed_checkpoint,
             weights_only=weights_only,

@@ -1,7 +1,7 @@
 """What Lightning's loops need around a pipelined step: what it logged, its metrics, and what it cannot do.
 
-[Note: what a step did]  Only the last stage runs the user's step to its end, once for each microbatch. What it logged there
-is merged over microbatches and logged again, once and on every rank, so that callbacks decide alike. A metric is
+[Note: what a step did]  Only the last stage runs the user's step to its end, once for each microbatch. What it logged
+there is merged over microbatches and logged again, once and on every rank, so that callbacks decide alike. A metric is
 updated on the last stage only; its state follows to the other stages when it is computed.
 """
 
@@ -52,8 +52,8 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
     """
     if len(optimizers) > 1:
         raise ParallelConfigError(
-            f"configure_optimizers returned {len(optimizers)} optimizers. A pipeline runs one backward for a whole batch, "
-            "so one optimizer steps after it: give it parameter groups instead, or use pp=1."
+            f"configure_optimizers returned {len(optimizers)} optimizers. A pipeline runs one backward for a whole "
+            "batch, so one optimizer steps after it: give it parameter groups instead, or use pp=1."
         )
 
 
@@ -163,8 +163,9 @@ def _aligned(outcome: Outcome) -> Iterator[tuple[str, list[Any], dict[str, Any],
         options = dict(made[-1][1])
         if (sizes := [o.get("batch_size") for _, o, _ in made]) and all(isinstance(size, int) for size in sizes):
             options["batch_size"] = sum(sizes)
-        total = sum(weight for _, _, weight in made)
-        yield name, [value for value, _, _ in made], options, [weight / total for _, _, weight in made]
+        made_of_all = sum(weight for _, _, weight in made) / (sum(outcome.weights) or 1.0)
+        weights = [weight / made_of_all if made_of_all else 0.0 for _, _, weight in made]
+        yield name, [value for value, _, _ in made], options, weights
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -182,8 +183,8 @@ def _kept(value: Any, names: Mapping[int, str]) -> Any:
     if isinstance(value, Metric):
         if id(value) not in names:
             raise ParallelConfigError(
-                "A metric was logged that is no attribute of the LightningModule, so its state has no name on the other "
-                "pipeline stages. Assign it in __init__."
+                "A metric was logged that is no attribute of the LightningModule, so its state has no name on the "
+                "other pipeline stages. Assign it in __init__."
             )
         return _MetricName(names[id(value)])
     if isinstance(value, Mapping):

@@ -49,7 +49,7 @@ class SavingStrategy(RankStrategy):
 
     @property
     def _writes_stage(self) -> bool:
-        """Whether this rank keeps what is gathered from its pipeline stage: rank 0, and its peers on the other stages."""
+        """Whether this rank keeps what is gathered from its stage: rank 0, and its peers on the other stages."""
         return self.global_rank % (self.mesh.sizes.world // self.mesh.sizes.pp) == 0
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:

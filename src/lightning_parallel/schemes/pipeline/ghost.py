@@ -26,6 +26,8 @@ _LIKE = frozenset({
     Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor,
 })  # fmt: skip
 
+_READS = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__})
+
 _in_step = False
 
 
@@ -68,7 +70,7 @@ class Ghost(Tensor):
         self._real = real
 
     @property
-    def real(self) -> Tensor | None:
+    def received(self) -> Tensor | None:
         """The value, once it was received."""
         return self._real
 
@@ -88,7 +90,7 @@ class Ghost(Tensor):
         return not _in_step
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether the real tensor does."""
         return self._fake.requires_grad
 
@@ -146,11 +148,13 @@ def ghost_like(tensor: Tensor, origin: str, *, is_parameter: bool = False, devic
         )  # fmt: skip
     ghost = Ghost(fake, origin)
     if is_parameter:
-        ghost._is_param = True  # type: ignore[attr-defined]  # torch's own mark on a subclass
+        ghost._is_param = True  # torch's own mark on a subclass
     return ghost
 
 
 def _run_on_fakes(func: Callable[..., Any], args: Any, kwargs: Any, origin: str) -> Any:
+    if func in _READS:
+        raise _no_values(origin)
     back: dict[int, Tensor] = {}  # id of a fake argument: what it stands for
     fakes: dict[int, Tensor] = {}
 
@@ -171,11 +175,7 @@ def _run_on_fakes(func: Callable[..., Any], args: Any, kwargs: Any, origin: str)
             if func is Tensor.__iter__:
                 out = list(out)
     except FAKE_ERRORS as error:
-        raise PlanError(
-            f"The step reads values that this pipeline stage does not have: they are computed from {origin}, which "
-            "another stage holds. Before the pipelined blocks only shapes may be looked at; if the module of that name "
-            "runs elsewhere than it was put, give it the role stem (first stage) or head (last stage) in the plan."
-        ) from error
+        raise _no_values(origin) from error
 
     def wrap(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -184,6 +184,14 @@ def _run_on_fakes(func: Callable[..., Any], args: Any, kwargs: Any, origin: str)
 
     out = tree_map(wrap, out)
     return iter(out) if func is Tensor.__iter__ else out
+
+
+def _no_values(origin: str) -> PlanError:
+    return PlanError(
+        f"The values asked for are not on this pipeline stage: they are computed from {origin}, which another stage "
+        "holds. Before the pipelined blocks a step may look at shapes only; if the module of that name runs elsewhere "
+        "than it was put, give it the role stem (first stage) or head (last stage) in the plan."
+    )
 
 
 def _fake_of(value: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed.pipelining.schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
-from lightning_parallel._torch import PipelineScheduleRuntime, PipelineStageBase
+from lightning_parallel._torch import PipelineAction, PipelineScheduleRuntime, PipelineStageBase
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.schemes.pipeline.timeline import Action
 
@@ -104,7 +103,7 @@ class ScheduleSpec:
         except OSError as error:
             raise ParallelConfigError(f"schedule={path!r}: the file cannot be read ({error}).") from error
         try:
-            actions = {rank: [torch_schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+            actions = {rank: [PipelineAction.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
         except RuntimeError as error:
             raise ParallelConfigError(
                 f"schedule={path!r}: {error} Compute actions only: stage, F, B, I or W, microbatch."

@@ -40,8 +40,8 @@ class Microbatch:
 class MicrobatchStage(PipelineStageBase):
     """One stage on this rank.
 
-    It answers what a schedule of ``torch.distributed.pipelining`` asks of a stage, in terms of a step. A microbatch that
-    is ``None`` (the batch had fewer samples) computes and sends nothing.
+    It answers what a schedule of ``torch.distributed.pipelining`` asks of a stage, in terms of a step. A microbatch
+    that is ``None`` (the batch had fewer samples) computes and sends nothing.
 
     Args:
         staged: The module.
@@ -50,7 +50,7 @@ class MicrobatchStage(PipelineStageBase):
         group: The ranks of one pipeline.
         wire: How values travel.
         run_as_root: Runs a call as FSDP's root forward.
-        seed_stage: Called with a microbatch's seed before the step and, folded with the stage, before the first own block.
+        seed: Called with a microbatch's seed before the step, and with another one before the first own block.
         use_output: Takes what the step returned on the last stage, and gives the loss to run backward from.
         observe: Called as ``observe(stage, kind, microbatch)`` around each computation: a context manager.
     """

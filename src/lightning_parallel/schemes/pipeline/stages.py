@@ -4,7 +4,7 @@
 shapes without computing. At the stage's first own block the call's arguments are complete but for the values that
 are ghosts: these are the *slots*, and the earlier stage sends them. The first block of the next stage ends the run: at
 that moment its arguments are what has to be sent. Only the last stage runs to the end of the step. So whatever the
-code does around and between the blocks, it runs once where it belongs, and what crosses a boundary is found, not declared.
+code does around and between the blocks, it runs where it belongs, and what crosses a boundary is found, not declared.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.errors import ParallelConfigError, PlanError
+from lightning_parallel.errors import PlanError
+from lightning_parallel.schemes.pipeline.arguments import Path, replace, shown, template, walk
 from lightning_parallel.schemes.pipeline.ghost import Ghost, ghost_like, ghosts_in_step, is_ghost
 from lightning_parallel.schemes.pipeline.split import Site, StageSplit
 
-Path = tuple[Any, ...]
 _ABSENT = object()
 _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -132,7 +132,8 @@ class StagedModule:
 
     def _store(self, site: Site) -> dict[str, Any]:
         owner = self._modules[site.module]
-        return owner._buffers if site.is_buffer else owner._parameters  # type: ignore[return-value]
+        store: dict[str, Any] = owner._buffers if site.is_buffer else owner._parameters
+        return store
 
     def _ghost(self, tensor: Tensor, site: Site, device: torch.device) -> Ghost:
         """One ghost a tensor: ties stay ties."""
@@ -236,9 +237,9 @@ class StagedModule:
     def _never_called(self, stage: int) -> PlanError:
         first, last = self.split.blocks[stage][0], self.split.blocks[-1][-1]
         return PlanError(
-            f"The step ended without a call of the pipelined blocks ({self.split.blocks[0][0]} … {last}): stage {stage} "
-            f"waits for a call of {first}. A pipelined step calls its model exactly once. Give the blocks that the step "
-            "does call the role block, or do not pipeline this module."
+            f"The step ended without a call of the pipelined blocks ({self.split.blocks[0][0]} … {last}): stage "
+            f"{stage} waits for a call of {first}. A pipelined step calls its model exactly once. Give the blocks that "
+            "the step does call the role block, or do not pipeline this module."
         )
 
     @contextmanager
@@ -261,14 +262,14 @@ class StagedModule:
         run = self._run
         if run is None:
             raise PlanError(
-                f"{self._names[id(block)]} was called outside training_step, validation_step, test_step and predict_step. "
-                "The model is split into pipeline stages, which run together in these steps only."
+                f"{self._names[id(block)]} was called outside training_step, validation_step, test_step and "
+                "predict_step. The model is split into pipeline stages, which run together in these steps only."
             )
         position = next((p for p in range(run.position, len(self._blocks)) if self._blocks[p] is block), None)
         if position is None:
             raise PlanError(
-                f"{self._names[id(block)]} was called a second time in one step. A pipelined step calls its model exactly "
-                "once: join the inputs into one batch, or do not pipeline this module."
+                f"{self._names[id(block)]} was called a second time in one step. A pipelined step calls its model "
+                "exactly once: join the inputs into one batch, or do not pipeline this module."
             )
         run.position = position + 1
         stage = self._stage_of[position]
@@ -303,17 +304,18 @@ class StagedModule:
                         "take one way through the model."
                     )
                 ghost.become(run.received[path])
-        return replace((args, kwargs), lambda v: v.real if isinstance(v, Ghost) else v)
+        return replace((args, kwargs), lambda v: v.received if isinstance(v, Ghost) else v)
 
     def _sent(self, slot: Slot, arguments: Any, stage: int) -> Tensor:
         value = dict(walk(arguments)).get(slot.path)
         if isinstance(value, Ghost):
-            value = value.real
+            value = value.received
             if value is None:
                 raise PlanError(
-                    f"Stage {stage + 1} needs {shown(slot.path)} of its first block ({self.split.blocks[stage + 1][0]}), "
-                    f"which neither stage {stage} computes nor its own blocks receive. Values that skip a stage are not "
-                    "sent: use fewer stages, or boundaries= that keep both ends on neighbouring stages."
+                    f"Stage {stage + 1} needs {shown(slot.path)} of its first block "
+                    f"({self.split.blocks[stage + 1][0]}), which stage {stage} neither computes nor receives. Values "
+                    "that skip a stage are not sent: use fewer stages, or boundaries= that keep both ends on "
+                    "neighbouring stages."
                 )
         if not isinstance(value, Tensor) or value.shape != slot.shape or value.dtype != slot.dtype:
             found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
@@ -328,9 +330,9 @@ class StagedModule:
         run = self._run
         assert run is not None
         key = (run.stage, position, run.signature)
-        template = self._templates.get(key)
-        if template is not None:
-            return template((args, kwargs))
+        known = self._templates.get(key)
+        if known is not None:
+            return known((args, kwargs))
         level = _fake_log.level
         _fake_log.setLevel(logging.CRITICAL)
         try:
@@ -353,7 +355,7 @@ class StagedModule:
             _fake_log.setLevel(level)
         if len(self._templates) > 4096:
             self._templates.clear()
-        self._templates[key] = _template(output, (args, kwargs))
+        self._templates[key] = template(output, (args, kwargs))
         return output
 
 
@@ -384,67 +386,3 @@ def _outside(staged: StagedModule) -> Iterator[None]:
         yield
     finally:
         staged._run = run
-
-
-def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Leaves of tuples, lists and dicts with where they stand; any other object is one leaf."""
-    if isinstance(value, tuple | list):
-        for index, item in enumerate(value):
-            yield from walk(item, (*path, index))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from walk(item, (*path, key))
-    else:
-        yield path, value
-
-
-def replace(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tuples, lists and dicts with ``change`` applied to their leaves."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(replace(item, change) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(replace(item, change) for item in value)
-    if type(value) is dict:
-        return {key: replace(item, change) for key, item in value.items()}
-    return change(value)
-
-
-def shown(path: Path) -> str:
-    """A slot's place, as a caller would write it: ``(0, 1)`` is the second positional argument."""
-    kind, first, *rest = path
-    head = f"argument {first}" if kind == 0 else f"argument {first!r}"
-    return head + "".join(f"[{part!r}]" for part in rest)
-
-
-def _template(output: Any, arguments: Any) -> Callable[[Any], Any] | None:
-    """How to make the same output again from other arguments; ``None`` where it holds something made for this call."""
-    places = {id(value): path for path, value in walk(arguments) if value is not None and not isinstance(value, int)}
-    for _, value in walk(output):
-        known = value is None or isinstance(value, Ghost | bool | int | float | str)
-        if not known and id(value) not in places:
-            return None
-
-    def make(current: Any) -> Any:
-        here = dict(walk(current))
-
-        def again(value: Any) -> Any:
-            if id(value) in places:
-                return here[places[id(value)]]
-            return Ghost(value._fake, value._origin) if isinstance(value, Ghost) else value
-
-        return replace(output, again)
-
-    return make
-
-
-def check_layers(num_blocks: int, num_stages: int) -> None:
-    """Every stage needs a block.
-
-    Raises:
-        ParallelConfigError: Names the numbers of stages that work.
-    """
-    if num_stages > num_blocks:
-        raise ParallelConfigError(
-            f"{num_stages} pipeline stages need as many blocks, and the model has {num_blocks}. Use at most "
-            f"{num_blocks} stages (pp × virtual stages on each rank)."
-        )

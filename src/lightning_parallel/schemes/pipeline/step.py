@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from lightning_parallel._torch import HOST
 from lightning_parallel.errors import ParallelConfigError, PlanError
-from lightning_parallel.schemes.pipeline.ghost import Ghost, is_ghost
+from lightning_parallel.schemes.pipeline.ghost import Ghost
 from lightning_parallel.schemes.pipeline.microbatches import merge_outputs, signature, split_batch
 from lightning_parallel.schemes.pipeline.schedules import ScheduleSpec, actions_of
 from lightning_parallel.schemes.pipeline.stage import Microbatch, MicrobatchStage
 from lightning_parallel.schemes.pipeline.stages import Slot, StagedModule
 from lightning_parallel.schemes.pipeline.timeline import Event, Timeline
 from lightning_parallel.schemes.pipeline.wire import Wire
+from lightning_parallel.schemes.token_weighting import TokenCounting
 
 
 @dataclass(slots=True)
@@ -35,13 +36,16 @@ class Outcome:
         output: What one device's step would have returned, merged over microbatches.
         notes: What ``collect`` yielded on the last stage, one a microbatch.
         sizes: Samples in each microbatch.
-        weights: Of each microbatch in a mean; they add up to 1.
+        weights: Of each microbatch in a mean; they add up to 1, or with weights by token to that on average over data
+            ranks.
+        factor: What the gradients still have to be multiplied by.
     """
 
     output: Any
     notes: list[Any]
     sizes: list[int]
     weights: list[float]
+    factor: float = 1.0
 
 
 @dataclass(slots=True)
@@ -55,6 +59,17 @@ class _Work:
     outputs: list[Any] = field(default_factory=list)
     notes: list[Any] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
+    reference: float = 0.0  # how many tokens count as one, until all microbatches have been seen
+
+    def count(self, index: int, tokens: Tensor | None) -> None:
+        """A microbatch has run: of how many tokens its loss is the mean."""
+        if tokens is None:
+            raise ParallelConfigError(
+                "token_weighted_loss: the step takes no F.cross_entropy with reduction='mean' and class indices, so "
+                "nothing tells how many tokens its loss is over. Use one, or do without the option."
+            )
+        self.counts[index] = tokens.item()
+        self.reference = self.reference or max(self.counts[index], 1.0)
 
 
 class Runner:
@@ -71,6 +86,7 @@ class Runner:
             (logged, say) in the value that it yields; that of the last stage is sent to every other.
         batch_dims: See `split_batch`.
         plain: Makes what the step returns plain tensors.
+        tokens: The data ranks over which, and over microbatches, a mean cross entropy is weighted by valid tokens.
         measure: Note when each computation of a training step began and ended; an accelerator is waited for.
     """
 
@@ -86,12 +102,14 @@ class Runner:
         collect: Callable[[], AbstractContextManager[Any]],
         batch_dims: Mapping[str, int | None] | None = None,
         plain: Callable[[Any], Any] = lambda value: value,
+        tokens: dist.ProcessGroup | None = None,
         measure: bool = False,
     ) -> None:
         self.staged, self.spec, self.group, self.device = staged, spec, group, device
         self._collect, self._batch_dims, self._plain = collect, batch_dims, plain
         self._slots: dict[Any, dict[int, list[Slot]]] = {}
         self._work = _Work()
+        self._tokens = tokens
         self._events: list[Event] = []
         self._measures = measure
         self.stages = [
@@ -191,6 +209,7 @@ class Runner:
             total = sum(sizes)
             self._work = _Work([size / total for size in sizes], sizes, scale, kind == "train")
             self._work.outputs, self._work.notes = [None] * len(jobs), [None] * len(jobs)
+            self._work.counts = [0.0] * len(jobs)
             slots = [self._slots_of(job) for job in jobs]
             padded = [*jobs, *[None] * (most - len(jobs))]
             for stage in self.stages:
@@ -204,9 +223,12 @@ class Runner:
             state.give_back()
 
     def _collected(self, index: int, step: Callable[[], Any]) -> Any:
-        with self._collect() as taken:
+        counting = TokenCounting() if self._tokens else nullcontext()
+        with self._collect() as taken, counting as tokens:
             output = step()
         self._work.notes[index] = taken  # not reached where the next stage goes on
+        if tokens is not None:
+            self._work.count(index, tokens.count)
         return output
 
     def _slots_of(self, job: Microbatch) -> dict[int, list[Slot]]:
@@ -242,17 +264,20 @@ class Runner:
         if not work.is_training:
             return torch.zeros(())
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if is_ghost(loss):
+        if isinstance(loss, Ghost):
             raise PlanError(
                 f"The loss is computed from {loss.origin}, which the last stage does not hold. Give the module that "
                 "holds it the role head in the plan (or stem, if it runs before the blocks)."
             )
         if not isinstance(loss, Tensor):
             raise ParallelConfigError(
-                f"training_step returned {type(output).__name__} for a microbatch. In a pipeline it returns the loss, or "
-                "a dict with it under 'loss', for every batch."
+                f"training_step returned {type(output).__name__} for a microbatch. In a pipeline it returns the loss, "
+                "or a dict with it under 'loss', for every batch."
             )
-        factor = work.weights[index] * work.scale
+        if self._tokens:
+            factor = work.counts[index] / work.reference * work.scale
+        else:
+            factor = work.weights[index] * work.scale
         return loss if factor == 1 else loss * factor
 
     def _share(self) -> Outcome:
@@ -260,15 +285,28 @@ class Runner:
         work = self._work
         payload: list[Any] = [None]
         if self.has_last:
+            factor = self._weigh_by_tokens() if self._tokens else 1.0
             merged = merge_outputs(work.outputs, work.sizes, work.weights)
-            payload = [_on((merged, work.notes), HOST)]
+            payload = [_on((merged, work.notes, work.weights, factor), HOST)]
         source = dist.get_global_rank(self.group, self.last_rank)
         dist.broadcast_object_list(payload, source, group=self.group, device=self.device)
-        output, notes = payload[0]
-        return Outcome(_on(output, self.device), _on(notes, self.device), work.sizes, work.weights)
+        output, notes, weights, factor = payload[0]
+        return Outcome(_on(output, self.device), _on(notes, self.device), work.sizes, weights, factor)
+
+    def _weigh_by_tokens(self) -> float:
+        """Now that all have been seen: weights by tokens, and what turns the gradients into those of the mean."""
+        work = self._work
+        total = torch.tensor(sum(work.counts), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self._tokens)
+        mean = total.item() / dist.get_world_size(self._tokens)  # tokens of a data rank
+        work.weights = [count / mean if mean else 0.0 for count in work.counts]
+        return work.reference / mean if mean else 0.0
 
     def _seed(self, seed: int) -> None:
-        torch.manual_seed(seed % 2**63)
+        # torch.manual_seed takes a stack trace for each kind of accelerator that is not in use: milliseconds.
+        torch.default_generator.manual_seed(seed % 2**63)
+        if self.device.index is not None:
+            torch.get_device_module(self.device).manual_seed(seed % 2**63)
         random.seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed % 2**32)
@@ -334,7 +372,8 @@ def _sendable(found: Any) -> Any:
 def _error_of(stage: int, told: tuple[str, str, str], own: Any) -> Exception:
     """The error of a look at a stage, the same on every rank."""
     if isinstance(own, tuple):
-        return own[0]  # with its own traceback
+        error: Exception = own[0]  # with its own traceback
+        return error
     kind, message, trace = told
     known = {"PlanError": PlanError, "ParallelConfigError": ParallelConfigError}
     if kind in known:
