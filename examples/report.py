@@ -52,14 +52,22 @@ def draw_mesh(sizes: Mapping[str, int]) -> str:
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: bytes, *, num_bytes: int, context: int, temperature: float, seed: int) -> bytes:
+def generate(
+    model: nn.Module,
+    prompt: bytes,
+    *,
+    num_bytes: int,
+    context: int,
+    temperature: float,
+    seed: int,
+    device: torch.device | None = None,
+) -> bytes:
     """Continue `prompt` by sampling one byte after the other from `model`, a causal map of bytes to logits.
 
     Every rank that holds a part of the model must call it: each runs the same forwards and, from a generator of
     its own with the same seed, draws the same bytes. The input always has `context` bytes, padded behind the text
     where a causal model cannot see it, so that its length divides on every mesh that training ran on.
     """
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
     for _ in range(num_bytes):
@@ -111,6 +119,7 @@ class RunReport(L.Callback):
             context=pl_module.hparams["context"],
             temperature=self.temperature,
             seed=0,
+            device=pl_module.device,
         )
         pl_module.train(was_training)
         if self.losses:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_parallel._torch import reduce_fully_sharded, tree_map
-from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.errors import ParallelConfigError, PlanError
 from lightning_parallel.recipe import Parallelized
 from lightning_parallel.schemes.data import reduce_partial_gradients, sum_over
 from lightning_parallel.schemes.pipeline.ghost import is_ghost
@@ -211,11 +211,12 @@ class PipelineStep(EagerStep):
     ) -> None:
         super().__init__(module, parallelized)
         self._reduces_each_step = reduces_each_step
-        self.runner = make_runner(self._as_root_forward)
+        self.runner = make_runner(self._run_forward)
         self._tie_groups, self._loss_scale = tie_groups, loss_scale
         self._evaluation_microbatches = evaluation_microbatches
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._graph: _Scale | None = None
+        self.runner.staged.call_outside = self._call_outside
         self.on_outcome: Callable[[Outcome], None] = lambda outcome: None
         if parallelized.reducer:
             parallelized.reducer.enabled = False  # until a window ends
@@ -242,7 +243,8 @@ class PipelineStep(EagerStep):
                         self._reduce_sharded()
                         self.reshard()
                 else:
-                    outcome = self.runner.evaluate(kind, step, args, kwargs, self._evaluation_microbatches)
+                    most = 1 if kind == "call" else self._evaluation_microbatches
+                    outcome = self.runner.evaluate(kind, step, args, kwargs, most)
         finally:
             self._depth -= 1
             self._aside = [(p, p.grad) for p, _ in before if p.grad is not None]
@@ -256,11 +258,26 @@ class PipelineStep(EagerStep):
             return outcome.output
         return self._with_graph(outcome.output, scale)
 
+    def _call_outside(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model, called by every rank outside of a step (a callback that samples): its output on every stage."""
+        if torch.is_grad_enabled():
+            raise PlanError(
+                "The model was called outside of a step with gradients enabled. It is split into pipeline stages, and "
+                "what it returns there has no graph: call it under torch.no_grad()."
+            )
+        return self.run("call", lambda given: model(*given[0], **given[1]), ((args, kwargs),), {}, keep_gathered=False)
+
     def _with_graph(self, output: Any, scale: float) -> Any:
         self._graph = _Scale(scale)
         if isinstance(output, Mapping):
             return {**output, "loss": self._graph.attach(output["loss"])}
         return self._graph.attach(output)
+
+    def _run_forward(self, job: Callable[[], Any]) -> Any:
+        """A forward of one microbatch. FSDP need not see its output: the schedule's end reduces what backwards left."""
+        output: list[Any] = []
+        self._as_root_forward(lambda: output.append(job()))
+        return output.pop()
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:

@@ -94,7 +94,7 @@ class HybridParallel(MeshStrategy):
 
 def _check_shared_options(axis: str, given: MeshStrategy) -> None:
     """An option of the whole run on one axis would be lost."""
-    defaults = type(given)().shared_options
+    defaults = type(given)().shared_options  # type: ignore[call-arg]  # each has a default for every argument
     for name, value in given.shared_options.items():
         if value != defaults[name]:
             raise ParallelConfigError(

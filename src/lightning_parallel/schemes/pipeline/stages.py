@@ -81,6 +81,7 @@ class StagedModule:
     def __init__(self, module: nn.Module, split: StageSplit, stages: Sequence[int], device: torch.device) -> None:
         self.module, self.split, self.stages = module, split, sorted(stages)
         self._run: _Run | None = None
+        self.call_outside: Callable[[Callable[..., Any], Any, Any], Any] | None = None  # of the model, not in a step
         self._templates: dict[Any, Callable[[Any], Any] | None] = {}
         self._modules = dict(module.named_modules(remove_duplicate=False))
         names = [name for stage in split.blocks for name in stage]
@@ -149,6 +150,15 @@ class StagedModule:
         for block in {id(block): block for block in self._blocks}.values():
             inner = block._compiled_call_impl or block._call_impl
             block._compiled_call_impl = partial(self._call, block, inner)
+        trunk = self.split.blocks[0][0].split(".")[:-1]
+        for name in (".".join(trunk[:depth]) for depth in range(len(trunk) + 1)):
+            container = self._modules[name]
+            container._compiled_call_impl = partial(self._call_around, container._call_impl)
+
+    def _call_around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._run is None and self.call_outside is not None:
+            return self.call_outside(inner, args, kwargs)
+        return inner(*args, **kwargs)
 
     def _block_of(self, site: Site) -> str | None:
         return next((n for n in self._names.values() if site.module == n or site.module.startswith(f"{n}.")), None)
@@ -262,8 +272,8 @@ class StagedModule:
         run = self._run
         if run is None:
             raise PlanError(
-                f"{self._names[id(block)]} was called outside training_step, validation_step, test_step and "
-                "predict_step. The model is split into pipeline stages, which run together in these steps only."
+                f"{self._names[id(block)]} was called outside of its model. The model is split into pipeline stages: "
+                "outside of the steps call the whole of it, on every rank."
             )
         position = next((p for p in range(run.position, len(self._blocks)) if self._blocks[p] is block), None)
         if position is None:

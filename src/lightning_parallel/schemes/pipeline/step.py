@@ -63,6 +63,9 @@ class _Work:
 
     def count(self, index: int, tokens: Tensor | None) -> None:
         """A microbatch has run: of how many tokens its loss is the mean."""
+        if tokens is None and not self.is_training:
+            self.counts[index] = float(self.sizes[index])
+            return
         if tokens is None:
             raise ParallelConfigError(
                 "token_weighted_loss: the step takes no F.cross_entropy with reduction='mean' and class indices, so "
