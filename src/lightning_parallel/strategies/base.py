@@ -30,7 +30,7 @@ from lightning_parallel._torch import tree_map
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.huggingface import published_plan
 from lightning_parallel.materialize import describe
-from lightning_parallel.mesh import MeshSizes, Size
+from lightning_parallel.mesh import MeshSizes, ResolvedSizes, Size
 from lightning_parallel.plan import ParallelPlan, find_plan
 from lightning_parallel.precision import adapt_precision
 from lightning_parallel.recipe import Parallelized, PipelineOptions, Recipe, parallelize
@@ -123,6 +123,18 @@ class MeshStrategy(SavingStrategy):
         self._parallelized: weakref.ref[Module] | None = None
         self._random_is_synced = False
 
+    @override
+    def _resolve_sizes(self) -> ResolvedSizes:
+        sizes = super()._resolve_sizes()
+        if sizes.pp > 1:
+            self._spec = self._pipeline.spec(sizes.pp)
+            if self._compile and self._spec.splits_backward:
+                raise ParallelConfigError(
+                    f"schedule={self._spec.name!r} computes gradients of inputs and of weights apart, which a compiled "
+                    "block cannot. Use compile=False, or 1F1B or Interleaved1F1B."
+                )
+        return sizes
+
     # --- set-up -------------------------------------------------------------------------------------------------
 
     @override
@@ -130,8 +142,7 @@ class MeshStrategy(SavingStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         assert self._trainer is not None
-        if self.mesh.sizes.pp > 1:
-            self._spec = self._pipeline.spec(self.mesh.sizes.pp)
+        if self._spec:
             check_supported(self.lightning_module, adapter.callbacks(self._trainer))
         prepare_callbacks(
             adapter.callbacks(self._trainer),

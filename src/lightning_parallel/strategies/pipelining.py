@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.schemes.pipeline.ghost import is_ghost
 from lightning_parallel.schemes.pipeline.step import Outcome
+from lightning_parallel.strategies.module_state import Changes, ModuleState, kept, make_changes
 
 
 def check_supported(module: pl.LightningModule, callbacks: Sequence[Callback]) -> None:
@@ -64,10 +65,12 @@ class Note:
     Attributes:
         logged: Name, value and options of each call of ``self.log``; a metric is given by its name.
         metrics: Name to number of updates and last batch value, for each metric that was updated.
+        changes: Of attributes of the module.
     """
 
     logged: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
     metrics: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    changes: Changes = field(default_factory=Changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class StepNotes:
                 options["metric_attribute"] = names.get(id(value), options.get("metric_attribute"))
             note.logged.append((name, _kept(value, names), options))
 
+        state = ModuleState(self._module)
         before = self._module.__dict__.get("log")
         self._module.__dict__["log"] = log
         try:
@@ -112,9 +116,10 @@ class StepNotes:
             del self._module.__dict__["log"]
             if before is not None:
                 self._module.__dict__["log"] = before
+            note.changes = state.take_back()
         for name, metric in self._metrics.items():
             if metric._update_count != counts[name]:
-                note.metrics[name] = (metric._update_count, _plain(metric._forward_cache))
+                note.metrics[name] = (metric._update_count, kept(metric._forward_cache))
 
     def replay(self, outcome: Outcome) -> None:
         """Log what the microbatches logged, once, and tell metrics that they were updated."""
@@ -126,6 +131,7 @@ class StepNotes:
                 metric._forward_cache = _mean([value for _, value in seen], outcome.weights)
             if not self._has_last:
                 metric._update_count, metric._computed = seen[-1][0], None
+        make_changes(self._module, [note.changes for note in outcome.notes], outcome.sizes, outcome.weights)
         for name, values, options, weights in _aligned(outcome):
             self._module.log(name, self._merged(values, options, weights), **options)
 
@@ -189,17 +195,7 @@ def _kept(value: Any, names: Mapping[int, str]) -> Any:
         return _MetricName(names[id(value)])
     if isinstance(value, Mapping):
         return {key: _kept(item, names) for key, item in value.items()}
-    return _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    if is_ghost(value):
-        return None
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
+    return kept(value)
 
 
 class _FollowsLastStage(Metric):

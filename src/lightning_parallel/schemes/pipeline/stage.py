@@ -222,12 +222,11 @@ class MicrobatchStage(PipelineStageBase):
         with self._observe(self.stage_index, kind, bwd_chunk_id):
             if full_backward:
                 stage_backward([o for o, _ in pairs], [g for _, g in pairs], [])
-            elif self.is_first:  # no inputs: all of it is the weights' part
+            elif not (needing := [value for value in inputs if value.requires_grad]):  # all of it is the weights' part
                 self.backward_state[bwd_chunk_id] = (pairs,)
             else:
                 # It detaches the outputs in place, which a view cannot be.
                 pairs = [(o.clone() if o._is_view() else o, g) for o, g in pairs]
-                needing = [value for value in inputs if value.requires_grad]
                 _, groups = stage_backward_input(
                     [o for o, _ in pairs], [g for _, g in pairs], needing, iter(self._weights())
                 )
@@ -243,7 +242,7 @@ class MicrobatchStage(PipelineStageBase):
             return
         (left,) = self.backward_state.pop(bwd_chunk_id)
         with self._observe(self.stage_index, "W", bwd_chunk_id):
-            if self.is_first:
+            if left and isinstance(left[0], tuple):
                 stage_backward([o for o, _ in left], [g for _, g in left], [])
             else:
                 stage_backward_weight(iter(self._weights()), left)
