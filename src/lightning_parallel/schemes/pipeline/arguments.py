@@ -54,7 +54,7 @@ def template(output: Any, arguments: Any) -> Callable[[Any], Any] | None:
         def again(value: Any) -> Any:
             if id(value) in places:
                 return here[places[id(value)]]
-            return Ghost(value._fake, value._origin) if isinstance(value, Ghost) else value
+            return Ghost(value._fake, value._origin, is_shared=True) if isinstance(value, Ghost) else value
 
         return replace(output, again)
 

@@ -83,6 +83,7 @@ class StagedModule:
         self._run: _Run | None = None
         self.call_outside: Callable[[Callable[..., Any], Any, Any], Any] | None = None  # of the model, not in a step
         self._templates: dict[Any, Callable[[Any], Any] | None] = {}
+        self._results: dict[Any, Tensor] = {}
         self._modules = dict(module.named_modules(remove_duplicate=False))
         names = [name for stage in split.blocks for name in stage]
         self._stage_of = [number for number, stage in enumerate(split.blocks) for _ in stage]
@@ -261,7 +262,7 @@ class StagedModule:
                 _set(store, name, value)
         self._run = run
         try:
-            with ghosts_in_step():
+            with ghosts_in_step(self._results):
                 yield
         finally:
             self._run = None
@@ -360,7 +361,7 @@ class StagedModule:
             if hidden is None:
                 raise
             _fake_log.debug("%s: %s", self._names[id(block)], error)
-            output = Ghost(hidden._fake, hidden.origin)
+            output = Ghost(hidden._fake, hidden.origin, is_shared=True)
         finally:
             _fake_log.setLevel(level)
         if len(self._templates) > 4096:
