@@ -196,6 +196,7 @@ class PipelineStep(EagerStep):
         loss_scale: What Lightning will have multiplied the loss by before backward.
         evaluation_microbatches: Into how many a batch is cut where nothing is trained.
         reduces_each_step: FSDP reduces gradients in each step, not once a window: each has a factor of its own.
+        reduces_each_microbatch: FSDP reduces gradients in each backward.
     """
 
     def __init__(
@@ -208,9 +209,11 @@ class PipelineStep(EagerStep):
         loss_scale: Callable[[], float],
         evaluation_microbatches: int = 1,
         reduces_each_step: bool = False,
+        reduces_each_microbatch: bool = False,
     ) -> None:
         super().__init__(module, parallelized)
-        self._reduces_each_step = reduces_each_step
+        self._reduces_each_step = reduces_each_step or reduces_each_microbatch
+        self._reduces_each_microbatch = reduces_each_microbatch
         self.runner = make_runner(self._run_forward)
         self._tie_groups, self._loss_scale = tie_groups, loss_scale
         self._evaluation_microbatches = evaluation_microbatches
@@ -285,9 +288,9 @@ class PipelineStep(EagerStep):
         for unit in self._units:
             unit.unshard()
         if self._root is not None:
-            self._root.set_is_last_backward(False)
+            self._root.set_is_last_backward(self._reduces_each_microbatch)
             self._root.set_reshard_after_backward(False)
-            self._root.set_requires_gradient_sync(False)
+            self._root.set_requires_gradient_sync(self._reduces_each_microbatch)
         yield
 
     @contextmanager

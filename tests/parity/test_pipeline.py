@@ -55,6 +55,7 @@ def test_schedules(pool: WorkerPool, schedule: str, model: str, pp: int, accumul
 
 
 INTERLEAVED = ("PipelineParallel", {"size": 2, "schedule": "Interleaved1F1B", "microbatches": 4})
+EAGER = ("PipelineParallel", {"size": 2, "microbatches": 4, "reduce_every_microbatch": True})
 ZERO_BUBBLE = ("PipelineParallel", {"size": 2, "schedule": "ZBVZeroBubble", "microbatches": 4})
 
 
@@ -64,13 +65,24 @@ ZERO_BUBBLE = ("PipelineParallel", {"size": 2, "schedule": "ZBVZeroBubble", "mic
         ({"ddp": 2, "fsdp": 1, "pp": 2}, NanoGPT, {}),
         ({"fsdp": 2, "pp": 2}, NanoGPT, {}),
         ({"fsdp": 2, "pp": ZERO_BUBBLE}, HandLlama, {}),
+        ({"fsdp": 2, "pp": EAGER}, NanoGPT, {"tied": True}),
         ({"fsdp": 1, "tp": 2, "pp": 2}, HuggingFaceLM, {}),
         ({"fsdp": 1, "tp": 2, "pp": INTERLEAVED}, HuggingFaceLM, {"tie_word_embeddings": True}),
         ({"fsdp": 2, "tp": 2, "pp": 2}, HuggingFaceLM, {"tie_word_embeddings": True}),
         ({"fsdp": 2, "tp": 2, "pp": INTERLEAVED}, HuggingFaceLM, {}),
         ({"ddp": 2, "fsdp": 2, "pp": 2}, NanoGPT, {}),
     ],
-    ids=["ddp-pp", "fsdp-pp", "fsdp-zbv", "tp-pp", "tp-interleaved", "fsdp-tp-pp", "fsdp-tp-interleaved", "hsdp-pp"],
+    ids=[
+        "ddp-pp",
+        "fsdp-pp",
+        "fsdp-zbv",
+        "fsdp-eager",
+        "tp-pp",
+        "tp-interleaved",
+        "fsdp-tp-pp",
+        "fsdp-tp-interleaved",
+        "hsdp-pp",
+    ],
 )
 def test_meshes(pool: WorkerPool, mesh: dict[str, Any], model: Any, model_kwargs: dict[str, Any]) -> None:
     sizes = [2 if isinstance(size, tuple) else size for size in mesh.values()]

@@ -62,6 +62,7 @@ class PipelineSettings:
     boundaries: Sequence[str] | None = None
     batch_dims: Mapping[str, int | None] | None = None
     evaluation_microbatches: int = 1
+    reduce_every_microbatch: bool = False
     measure: bool = False
 
     def spec(self, size: int) -> ScheduleSpec:
@@ -128,6 +129,11 @@ class MeshStrategy(SavingStrategy):
         sizes = super()._resolve_sizes()
         if sizes.pp > 1:
             self._spec = self._pipeline.spec(sizes.pp)
+            if self._pipeline.reduce_every_microbatch and self._spec.splits_backward:
+                raise ParallelConfigError(
+                    f"reduce_every_microbatch: schedule={self._spec.name!r} computes the gradients of weights after "
+                    "the backward that would reduce them. Leave it False, or use 1F1B or Interleaved1F1B."
+                )
             if self._compile and self._spec.splits_backward:
                 raise ParallelConfigError(
                     f"schedule={self._spec.name!r} computes gradients of inputs and of weights apart, which a compiled "
@@ -222,6 +228,7 @@ class MeshStrategy(SavingStrategy):
             tie_groups=self.mesh.pipeline_groups(result.staged.tied_ranks(spec.rank_of)),
             loss_scale=self._loss_scale, evaluation_microbatches=settings.evaluation_microbatches,
             reduces_each_step=self._token_weighted_loss and result.is_sharded,
+            reduces_each_microbatch=settings.reduce_every_microbatch and result.is_sharded,
         )  # fmt: skip
         step.on_outcome = notes.replay
         self.precision_plugin.stages = Stages(group, result.staged.counted_elsewhere(spec.rank_of))  # type: ignore[attr-defined]

@@ -32,6 +32,8 @@ class PipelineParallel(MeshStrategy):
             its samples, ``None`` for an entry that every microbatch gets whole. Default: dim 0 of every tensor.
         evaluation_microbatches: The same for validation, test and predict. One keeps every number that a step computes
             from its whole batch; more keep the stages busy.
+        reduce_every_microbatch: Beside ``fsdp``, reduce gradients in the backward of each microbatch and keep them in
+            shards, where the default keeps them whole until the step's one reduction: less memory, more to send.
         measure: Note when each forward and backward of a training step began and ended, for
             ``trainer.strategy.pipeline_timeline(measured=True)``. An accelerator is waited for after each.
         plan: Glob of module name to role, or a ``ParallelPlan``: the roles ``block``, ``stem`` and ``head``.
@@ -57,6 +59,7 @@ class PipelineParallel(MeshStrategy):
         boundaries: list[str] | None = None,
         batch_dims: dict[str, int | None] | None = None,
         evaluation_microbatches: int = 1,
+        reduce_every_microbatch: bool = False,
         measure: bool = False,
         plan: dict[str, str] | ParallelPlan | None = None,
         compile: bool | dict[str, Any] = False,
@@ -77,6 +80,7 @@ class PipelineParallel(MeshStrategy):
                 "boundaries": boundaries,
                 "batch_dims": batch_dims,
                 "evaluation_microbatches": evaluation_microbatches,
+                "reduce_every_microbatch": reduce_every_microbatch,
                 "measure": measure,
             }
         }

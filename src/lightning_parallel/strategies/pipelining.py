@@ -16,13 +16,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, WeightAveraging
-from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.schemes.pipeline.ghost import is_ghost
 from lightning_parallel.schemes.pipeline.step import Outcome
 from lightning_parallel.strategies.module_state import Changes, ModuleState, kept, make_changes
+from lightning_parallel.strategies.stage_metrics import StageMetrics, Updates, mean
 
 
 def check_supported(module: pl.LightningModule, callbacks: Sequence[Callback]) -> None:
@@ -64,12 +64,12 @@ class Note:
 
     Attributes:
         logged: Name, value and options of each call of ``self.log``; a metric is given by its name.
-        metrics: Name to number of updates and last batch value, for each metric that was updated.
+        metrics: What it did to them.
         changes: Of attributes of the module.
     """
 
     logged: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
-    metrics: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    metrics: Updates = field(default_factory=dict)
     changes: Changes = field(default_factory=Changes)
 
 
@@ -89,17 +89,12 @@ class StepNotes:
 
     def __init__(self, module: pl.LightningModule, group: dist.ProcessGroup, source: int) -> None:
         self._module = module
-        self._metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
-        self._has_last = dist.get_rank() == source
-        for metric in self._metrics.values():
-            _follow_last_stage(metric, group, source)
+        self._metrics = StageMetrics(module, group, source)
 
     @contextmanager
     def collect(self) -> Iterator[Note]:
         """Around one run of the user's step."""
-        note = Note()
-        counts = {name: metric._update_count for name, metric in self._metrics.items()}
-        names = {id(metric): name for name, metric in self._metrics.items()}
+        names = self._metrics.names
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             options = dict(zip(_LOG_OPTIONS, args, strict=False)) | kwargs
@@ -107,30 +102,22 @@ class StepNotes:
                 options["metric_attribute"] = names.get(id(value), options.get("metric_attribute"))
             note.logged.append((name, _kept(value, names), options))
 
-        state = ModuleState(self._module)
-        before = self._module.__dict__.get("log")
-        self._module.__dict__["log"] = log
-        try:
-            yield note
-        finally:
-            del self._module.__dict__["log"]
-            if before is not None:
-                self._module.__dict__["log"] = before
-            note.changes = state.take_back()
-        for name, metric in self._metrics.items():
-            if metric._update_count != counts[name]:
-                note.metrics[name] = (metric._update_count, kept(metric._forward_cache))
+        with self._metrics.run() as updates:
+            note = Note(metrics=updates)
+            state = ModuleState(self._module)
+            before = self._module.__dict__.get("log")
+            self._module.__dict__["log"] = log
+            try:
+                yield note
+            finally:
+                del self._module.__dict__["log"]
+                if before is not None:
+                    self._module.__dict__["log"] = before
+                note.changes = state.take_back()
 
     def replay(self, outcome: Outcome) -> None:
         """Log what the microbatches logged, once, and tell metrics that they were updated."""
-        updated = {name for note in outcome.notes for name in note.metrics}
-        for name in updated:
-            metric = self._metrics[name]
-            seen = [note.metrics[name] for note in outcome.notes if name in note.metrics]
-            if all(value is not None for _, value in seen) and len(seen) == len(outcome.weights):
-                metric._forward_cache = _mean([value for _, value in seen], outcome.weights)
-            if not self._has_last:
-                metric._update_count, metric._computed = seen[-1][0], None
+        self._metrics.replay([note.metrics for note in outcome.notes], outcome.weights)
         make_changes(self._module, [note.changes for note in outcome.notes], outcome.sizes, outcome.weights)
         for name, values, options, weights in _aligned(outcome):
             self._module.log(name, self._merged(values, options, weights), **options)
@@ -148,7 +135,7 @@ class StepNotes:
         if how in ("sum", "max", "min"):
             stacked = torch.stack([torch.as_tensor(value) for value in values])
             return getattr(stacked, "a" + how if how != "sum" else "sum")()
-        return _mean(values, weights)
+        return mean(values, weights)
 
 
 _LOG_OPTIONS = (
@@ -174,17 +161,6 @@ def _aligned(outcome: Outcome) -> Iterator[tuple[str, list[Any], dict[str, Any],
         yield name, [value for value, _, _ in made], options, weights
 
 
-def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    if isinstance(values[0], Mapping):
-        return {key: _mean([value[key] for value in values], weights) for key in values[0]}
-    if len(values) == 1 or not all(
-        isinstance(v, int | float) or (isinstance(v, Tensor) and not v.is_complex()) for v in values
-    ):
-        return values[-1]
-    shapes = {tuple(v.shape) if isinstance(v, Tensor) else () for v in values}
-    return sum(v * w for v, w in zip(values, weights, strict=True)) if len(shapes) == 1 else values[-1]
-
-
 def _kept(value: Any, names: Mapping[int, str]) -> Any:
     if isinstance(value, Metric):
         if id(value) not in names:
@@ -196,36 +172,6 @@ def _kept(value: Any, names: Mapping[int, str]) -> Any:
     if isinstance(value, Mapping):
         return {key: _kept(item, names) for key, item in value.items()}
     return kept(value)
-
-
-class _FollowsLastStage(Metric):
-    """What goes in front of a metric's class. Never instantiated."""
-
-    _pipeline: tuple[dist.ProcessGroup, int]
-
-    def sync(self, *args: Any, **kwargs: Any) -> None:
-        """The state of the last stage, then the base's: over the data ranks."""
-        if not self._is_synced:
-            group, source = self._pipeline
-            state = [({name: getattr(self, name) for name in self._defaults}, self._update_count)]
-            dist.broadcast_object_list(state, source, group=group, device=self.device)
-            if dist.get_rank() != source:
-                values, self._update_count = state[0]
-                for name, value in values.items():
-                    setattr(self, name, _to(value, self.device))
-        super().sync(*args, **kwargs)
-
-
-def _follow_last_stage(metric: Metric, group: dist.ProcessGroup, source: int) -> None:
-    if not isinstance(metric, _FollowsLastStage):
-        kind = type(metric)
-        names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__, "__doc__": kind.__doc__}
-        metric.__class__ = type(kind.__name__, (_FollowsLastStage, kind), names)
-    metric.__dict__["_pipeline"] = (group, source)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
 
 
 def drop_foreign_state(optimizers: Sequence[Any]) -> None:
