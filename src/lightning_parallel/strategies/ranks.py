@@ -95,7 +95,7 @@ class RankStrategy(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """torch's device mesh with the axes ``ddp``, ``fsdp`` and ``tp``."""
+        """torch's device mesh with the axes ``pp``, ``ddp``, ``fsdp`` and ``tp``."""
         return self.mesh.device_mesh
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +18,7 @@ from lightning_parallel._torch import HOST
 from lightning_parallel.errors import ParallelConfigError, PlanError
 from lightning_parallel.schemes.pipeline.ghost import Ghost
 from lightning_parallel.schemes.pipeline.microbatches import merge_outputs, signature, split_batch
+from lightning_parallel.schemes.pipeline.random import RandomState, seed_all
 from lightning_parallel.schemes.pipeline.schedules import ScheduleSpec, actions_of
 from lightning_parallel.schemes.pipeline.stage import Microbatch, MicrobatchStage
 from lightning_parallel.schemes.pipeline.stages import Slot, StagedModule
@@ -117,7 +116,8 @@ class Runner:
         self._measures = measure
         self.stages = [
             MicrobatchStage(
-                staged, index, device, group, wire=wire, run_as_root=run_as_root, seed=self._seed,
+                staged, index, device, group, wire=wire, run_as_root=run_as_root,
+                seed=partial(seed_all, device=device),
                 use_output=self._use_output, observe=self._observe,
             )
             for index in staged.stages
@@ -241,7 +241,7 @@ class Runner:
             for stage in self.staged.stages:
                 if stage == 0:
                     continue
-                self._seed(job.seed)
+                seed_all(job.seed, self.device)
                 try:
                     mine[stage] = self.staged.find_slots(stage, job.call, job.signature)
                 except Exception as error:
@@ -305,15 +305,6 @@ class Runner:
         work.weights = [count / mean if mean else 0.0 for count in work.counts]
         return work.reference / mean if mean else 0.0
 
-    def _seed(self, seed: int) -> None:
-        # torch.manual_seed takes a stack trace for each kind of accelerator that is not in use: milliseconds.
-        torch.default_generator.manual_seed(seed % 2**63)
-        if self.device.index is not None:
-            torch.get_device_module(self.device).manual_seed(seed % 2**63)
-        random.seed(seed)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(seed % 2**32)
-
     def planned(self) -> Timeline:
         """The schedule as it is meant: a backward takes twice as long as a forward, sending nothing."""
         return Timeline.plan(actions_of(self.spec, self.schedule))
@@ -336,36 +327,6 @@ class Runner:
         if self.device.index is not None:
             torch.get_device_module(self.device).synchronize(self.device)
         self._events.append(Event(self.spec.rank_of[stage], stage, kind, microbatch, start, time.time()))
-
-
-@dataclass(slots=True)
-class RandomState:
-    """Of torch on the host and the device, Python and numpy."""
-
-    host: Tensor
-    device: tuple[torch.device, Tensor] | None
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def take(cls, device: torch.device) -> RandomState:
-        """As it is now."""
-        numpy = sys.modules.get("numpy")
-        on_device = None
-        if device.index is not None:
-            on_device = (device, torch.get_device_module(device).get_rng_state(device))
-        return cls(
-            torch.get_rng_state(), on_device, random.getstate(), numpy.random.get_state() if numpy is not None else None
-        )
-
-    def give_back(self) -> None:
-        """Make it so again."""
-        torch.set_rng_state(self.host)
-        if self.device is not None:
-            torch.get_device_module(self.device[0]).set_rng_state(self.device[1], self.device[0])
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
 
 
 def _sendable(found: Any) -> Any:
