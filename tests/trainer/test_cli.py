@@ -11,7 +11,13 @@ from lightning import Trainer
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_parallel
-from lightning_parallel import DataParallel, FullyShardedDataParallel, HybridParallel, TensorParallel
+from lightning_parallel import (
+    DataParallel,
+    FullyShardedDataParallel,
+    HybridParallel,
+    PipelineParallel,
+    TensorParallel,
+)
 from tests.support.models import NanoGPT
 from tests.support.pool import WorkerPool
 from tests.trainer.common import Data
@@ -23,6 +29,7 @@ from tests.trainer.common import Data
         ("data_parallel", DataParallel),
         ("fully_sharded_data_parallel", FullyShardedDataParallel),
         ("tensor_parallel", TensorParallel),
+        ("pipeline_parallel", PipelineParallel),
         ("hybrid_parallel", HybridParallel),
     ],
 )
@@ -84,6 +91,9 @@ trainer:
       tp:
         class_path: lightning_parallel.TensorParallel
         init_args: {size: 4, sequence_parallel: false}
+      pp:
+        class_path: lightning_parallel.PipelineParallel
+        init_args: {size: 2, schedule: ZBVZeroBubble, microbatches: 8, batch_dims: {lengths: null}, boundaries: [h.2]}
       plan:
         model.h.*: block
         model.wte: vocab_in
@@ -95,7 +105,11 @@ def test_class_paths_nested(tmp_path: Path) -> None:
     strategy = parse(f"--config={tmp_path / 'config.yaml'}")
     assert isinstance(strategy, HybridParallel)
     sizes = strategy._requested
-    assert (sizes.ddp, sizes.fsdp, sizes.tp) == (2, 3, 4)
+    assert (sizes.pp, sizes.ddp, sizes.fsdp, sizes.tp) == (2, 2, 3, 4)
+    pipeline = strategy._pipeline
+    assert (pipeline.schedule, pipeline.microbatches) == ("ZBVZeroBubble", 8)
+    assert pipeline.batch_dims == {"lengths": None}
+    assert pipeline.boundaries == ["h.2"]
     assert strategy._fully_sharded.reshard_after_forward is False
     assert strategy._fully_sharded.prefetch == 2
     assert str(strategy._fully_sharded.mp_policy.param_dtype) == "torch.bfloat16"
@@ -103,7 +117,7 @@ def test_class_paths_nested(tmp_path: Path) -> None:
     assert dict(strategy._plan) == {"model.h.*": "block", "model.wte": "vocab_in"}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["DataParallel", "FullyShardedDataParallel", "TensorParallel"])
+@pytest.mark.parametrize("name", ["DataParallel", "FullyShardedDataParallel", "TensorParallel", "PipelineParallel"])
 def test_each_strategy_by_flags(name: str) -> None:
     strategy = parse(f"--trainer.strategy=lightning_parallel.{name}", "--trainer.strategy.size=2")
     assert type(strategy) is getattr(lightning_parallel, name)
@@ -126,4 +140,4 @@ def fit_by_command_line() -> list[int]:
 
 
 def test_fit_by_command_line(pool: WorkerPool) -> None:
-    assert pool.run(fit_by_command_line) == [[2, 1, 4, 1]] * 4
+    assert pool.run(fit_by_command_line) == [[2, 1, 1, 4, 1]] * 4
