@@ -47,6 +47,7 @@ PRIVATE_ATTRIBUTES = {
     "_load_csv": "torch's schedules read a file by no other name",
     "_update_count": "of a torchmetrics Metric: how often it was updated",
     "_computed": "of a torchmetrics Metric: its cached result",
+    "_defaults": "of a torchmetrics Metric: the names of its states",
     "_forward_cache": "of a torchmetrics Metric: its last batch value, which Lightning logs",
     "_replace": "of every NamedTuple: the underscore keeps it apart from the fields",
     "_asdict": "as _replace",

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel import _lightning as adapter
 from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.schemes.pipeline.ghost import is_ghost
 
 _COPY = "__deepcopy__"
 _FINETUNE = "finetune_function"
@@ -109,13 +110,16 @@ def copy_weights(module: nn.Module) -> nn.Module:
 
 
 class _EqualTensors(TorchFunctionMode):
-    """Inside it, ``torch.equal`` takes DTensors of any shapes and layouts; torch's fails on unlike shapes."""
+    """Inside it, ``torch.equal`` takes DTensors of any shapes and layouts; torch's fails on unlike shapes.
+
+    A parameter of another pipeline stage, whose values are not here, is equal to itself alone.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.equal or not all(isinstance(a, Tensor) for a in args):
             return func(*args, **(kwargs or {}))
         left, right = args
-        if left is right or left.shape != right.shape:
+        if left is right or left.shape != right.shape or is_ghost(left) or is_ghost(right):
             return left is right
         if _layout(left) != _layout(right):
             left, right = (a.full_tensor() if isinstance(a, DTensor) else a for a in args)
