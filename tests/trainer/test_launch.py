@@ -171,7 +171,6 @@ def test_slurm_is_recognised_and_left_alone(pool: WorkerPool) -> None:
     [
         ("raise", 1, "step", []),
         ("raise", 1, "setup", []),
-        ("exit", 1, "apart", []),
         ("kill", 0, "apart", []),
         ("raise", 0, "apart", ["--save-on-exception"]),
     ],
@@ -192,7 +191,7 @@ def test_a_death_ends_all_ranks_of_a_script(
         assert "No checkpoint is saved after this exception: only rank 0" in log.read_text()
 
 
-@pytest.mark.parametrize(("fail", "when"), [("raise", "step"), ("kill", "step"), ("raise", "setup")])
+@pytest.mark.parametrize(("fail", "when"), [("raise", "step"), ("kill", "step")])
 def test_a_death_ends_all_ranks_of_torchrun(launched: Launched, fail: str, when: str) -> None:
     process, log = launched.start(torchrun(str(launched.folder), "--fail", fail, "--when", when))
     _assert_all_end(launched, process, log)
