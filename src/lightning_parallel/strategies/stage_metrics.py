@@ -20,7 +20,11 @@ from lightning_parallel.strategies.module_state import kept
 
 # Name of a metric to how often it was updated and its last batch value.
 Updates = dict[str, tuple[int, Any]]
-_OF_ALL: dict[type[Metric], Callable[..., Tensor]] = {SumMetric: torch.sum, MaxMetric: torch.amax, MinMetric: torch.amin}
+_OF_ALL: dict[type[Metric], Callable[..., Tensor]] = {
+    SumMetric: torch.sum,
+    MaxMetric: torch.amax,
+    MinMetric: torch.amin,
+}
 
 
 class StageMetrics:

@@ -7,13 +7,14 @@ import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from lightning_parallel._torch import PipelineAction, PipelineScheduleRuntime, PipelineStageBase
 from lightning_parallel.errors import ParallelConfigError
-from lightning_parallel.schemes.pipeline.timeline import Action
+from lightning_parallel.schemes.pipeline.timeline import Action, Timeline
 
 SCHEDULES = (
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
@@ -127,7 +128,8 @@ class ScheduleSpec:
         )
         if problem:
             raise ParallelConfigError(f"schedule={path!r}: {problem}. Change one to fit the other.")
-        return cls(path, size, counts.pop(), found, stages_of, tuple(rows))
+        _check_runs(path, actions, num_stages=size * len(stages_of[0]), microbatches=found)
+        return cls(path, size, len(stages_of[0]), found, stages_of, tuple(rows))
 
     def build(self, stages: Sequence[PipelineStageBase], loss_fn: Callable[[Any, Any], Any]) -> Any:
         """torch's schedule over this rank's stages, which are given in ascending order."""
@@ -175,6 +177,23 @@ def _single_rank(spec: ScheduleSpec, rank: int) -> list[Action]:
 
 def _plain(action: Any) -> Action:
     return Action(action.stage_index, action.computation_type.value, action.microbatch_index)
+
+
+def _check_runs(path: str, actions: Mapping[int, Sequence[Any]], *, num_stages: int, microbatches: int) -> None:
+    """Every stage runs every microbatch forward and backward, and no rank waits forever."""
+    table = {rank: [tuple(map(_plain, _parts(action))) for action in row] for rank, row in actions.items()}
+    try:
+        events = Timeline.plan(table).events
+    except ParallelConfigError as error:
+        raise ParallelConfigError(f"schedule={path!r}: {error}") from error
+    run = {event.action for event in events}
+    for stage, i in product(range(num_stages), range(microbatches)):
+        whole = {Action(stage, "B", i)} <= run or {Action(stage, "I", i), Action(stage, "W", i)} <= run
+        if Action(stage, "F", i) not in run or not whole:
+            raise ParallelConfigError(
+                f"schedule={path!r}: stage {stage} does not run microbatch {i} forward and backward. Each of the "
+                f"{num_stages} stages runs each of the {microbatches} microbatches: F, and B or both of I and W."
+            )
 
 
 def _parts(action: Any) -> tuple[Any, ...]:
