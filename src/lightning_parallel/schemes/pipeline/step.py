@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,9 +15,11 @@ from torch import Tensor
 
 from lightning_parallel._torch import HOST
 from lightning_parallel.errors import ParallelConfigError, PlanError
+from lightning_parallel.schemes.pipeline.failures import Failure, Failures
 from lightning_parallel.schemes.pipeline.ghost import Ghost
 from lightning_parallel.schemes.pipeline.microbatches import merge_outputs, signature, split_batch
 from lightning_parallel.schemes.pipeline.random import RandomState, seed_all
+from lightning_parallel.schemes.pipeline.results import Results
 from lightning_parallel.schemes.pipeline.schedules import ScheduleSpec, actions_of
 from lightning_parallel.schemes.pipeline.stage import Microbatch, MicrobatchStage
 from lightning_parallel.schemes.pipeline.stages import Slot, StagedModule
@@ -58,6 +59,8 @@ class _Work:
     outputs: list[Any] = field(default_factory=list)
     notes: list[Any] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
+    left: int = 0  # microbatches of which the last stage has no output yet
+    shared: Any = None
     reference: float = 0.0  # how many tokens count as one, until all microbatches have been seen
 
     def count(self, index: int, tokens: Tensor | None) -> None:
@@ -114,14 +117,16 @@ class Runner:
         self._tokens = tokens
         self._events: list[Event] = []
         self._measures = measure
+        self._failures = Failures(group)
         self.stages = [
             MicrobatchStage(
                 staged, index, device, group, wire=wire, run_as_root=run_as_root,
                 seed=partial(seed_all, device=device),
-                use_output=self._use_output, observe=self._observe,
+                use_output=self._use_output, observe=self._observe, fail=self._failures.add,
             )
             for index in staged.stages
         ]  # fmt: skip
+        self._results = Results(group, self.last_rank, device)
         self.schedule = spec.build(self.stages, lambda output, target: output)
         for stage in self.stages:
             stage.stage_index_to_group_rank = spec.rank_of
@@ -195,6 +200,7 @@ class Runner:
         most: int,
         scale: float,
     ) -> Iterator[int]:
+        self._failures.begin()
         batch, *rest = args or (kwargs.pop(next(iter(kwargs))),)
         pieces, sizes = split_batch(batch, most, self._batch_dims)
         seed = int(torch.randint(2**62, ()))  # the same on all stages, whose streams are kept in step
@@ -212,7 +218,7 @@ class Runner:
             total = sum(sizes)
             self._work = _Work([size / total for size in sizes], sizes, scale, kind == "train")
             self._work.outputs, self._work.notes = [None] * len(jobs), [None] * len(jobs)
-            self._work.counts = [0.0] * len(jobs)
+            self._work.counts, self._work.left = [0.0] * len(jobs), len(jobs)
             slots = [self._slots_of(job) for job in jobs]
             padded = [*jobs, *[None] * (most - len(jobs))]
             for stage in self.stages:
@@ -237,7 +243,8 @@ class Runner:
     def _slots_of(self, job: Microbatch) -> dict[int, list[Slot]]:
         """Stage to what it must receive; ranks tell each other where a kind of microbatch is new."""
         if job.signature not in self._slots:
-            mine: dict[int, Any] = {}
+            mine: dict[int, list[Slot] | Failure] = {}
+            errors: dict[int, Exception] = {}
             for stage in self.staged.stages:
                 if stage == 0:
                     continue
@@ -245,14 +252,14 @@ class Runner:
                 try:
                     mine[stage] = self.staged.find_slots(stage, job.call, job.signature)
                 except Exception as error:
-                    mine[stage] = (error, "".join(traceback.format_exception(error)))
+                    mine[stage], errors[stage] = Failure.of(stage, error), error
             everyone: list[Any] = [None] * self.spec.size
-            dist.all_gather_object(everyone, {k: _sendable(v) for k, v in mine.items()}, group=self.group)
+            dist.all_gather_object(everyone, mine, group=self.group)
             found: dict[int, list[Slot]] = {}
             for part in everyone:
                 for stage, slots in part.items():
-                    if isinstance(slots, tuple):
-                        raise _error_of(stage, slots, mine.get(stage))
+                    if isinstance(slots, Failure):
+                        raise slots.error(errors.get(stage))
                     found[stage] = slots
             if len(self._slots) > 1024:
                 self._slots.clear()
@@ -264,14 +271,12 @@ class Runner:
         work = self._work
         output = self._plain(output)
         work.outputs[index] = _detached(output)
+        work.left -= 1
         if not work.is_training:
             return torch.zeros(())
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Ghost):
-            raise PlanError(
-                f"The loss is computed from {loss.origin}, which the last stage does not hold. Give the module that "
-                "holds it the role head in the plan (or stem, if it runs before the blocks)."
-            )
+            raise PlanError(self.staged.missing(loss.origin))
         if not isinstance(loss, Tensor):
             raise ParallelConfigError(
                 f"training_step returned {type(output).__name__} for a microbatch. In a pipeline it returns the loss, "
@@ -281,20 +286,31 @@ class Runner:
             factor = work.counts[index] / work.reference * work.scale
         else:
             factor = work.weights[index] * work.scale
+        # At once, so that no rank waits for the end of the last one. Not where an accelerator has yet to compute this,
+        # or other data ranks have a say.
+        if not work.left and self.device.index is None and not self._tokens:
+            self._send()
         return loss if factor == 1 else loss * factor
 
     def _share(self) -> Outcome:
         """From the last stage to every other."""
         work = self._work
-        payload: list[Any] = [None]
-        if self.has_last:
+        if self.has_last and work.shared is None:
+            self._send()
+        shared = work.shared if self.has_last else self._results.receive()
+        self._failures.raise_own(shared)
+        output, notes, weights, factor = shared
+        return Outcome(_on(output, self.device), _on(notes, self.device), work.sizes, weights, factor)
+
+    def _send(self) -> None:
+        """On the last stage, after its last forward."""
+        work = self._work
+        work.shared = self._failures.first()
+        if work.shared is None:
             factor = self._weigh_by_tokens() if self._tokens else 1.0
             merged = merge_outputs(work.outputs, work.sizes, work.weights)
-            payload = [_on((merged, work.notes, work.weights, factor), HOST)]
-        source = dist.get_global_rank(self.group, self.last_rank)
-        dist.broadcast_object_list(payload, source, group=self.group, device=self.device)
-        output, notes, weights, factor = payload[0]
-        return Outcome(_on(output, self.device), _on(notes, self.device), work.sizes, weights, factor)
+            work.shared = _on((merged, work.notes, work.weights, factor), HOST)
+        self._results.send(work.shared)
 
     def _weigh_by_tokens(self) -> float:
         """Now that all have been seen: weights by tokens, and what turns the gradients into those of the mean."""
@@ -327,22 +343,6 @@ class Runner:
         if self.device.index is not None:
             torch.get_device_module(self.device).synchronize(self.device)
         self._events.append(Event(self.spec.rank_of[stage], stage, kind, microbatch, start, time.time()))
-
-
-def _sendable(found: Any) -> Any:
-    return (type(found[0]).__name__, str(found[0]), found[1]) if isinstance(found, tuple) else found
-
-
-def _error_of(stage: int, told: tuple[str, str, str], own: Any) -> Exception:
-    """The error of a look at a stage, the same on every rank."""
-    if isinstance(own, tuple):
-        error: Exception = own[0]  # with its own traceback
-        return error
-    kind, message, trace = told
-    known = {"PlanError": PlanError, "ParallelConfigError": ParallelConfigError}
-    if kind in known:
-        return known[kind](message)
-    return RuntimeError(f"The step failed on pipeline stage {stage}:\n{trace}")
 
 
 def _detached(value: Any) -> Any:
