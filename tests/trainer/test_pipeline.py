@@ -14,10 +14,11 @@ from torchmetrics import MaxMetric, MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel.schemes.pipeline.ghost import is_ghost
-from tests.support.models import VOCAB, NanoGPT, OptimizerOptions
+from tests.support.models import NANOGPT_PLAN, VOCAB, NanoGPT, OptimizerOptions
 from tests.support.parity import assert_same_training
 from tests.support.pool import WorkerPool
 from tests.support.specs import Spec, describe
+from tests.support.training import full_array
 from tests.trainer.common import Data, MemoryLogger, make_trainer, one_file, seed
 from tests.trainer.models import FreezesEmbeddings, ReturnsDict, Tempered, Unfrozen, UsesItsParts
 from tests.trainer.pipelined import Groups
@@ -288,7 +289,7 @@ class Drops(NanoGPT):
             )
 
     def keep(self, index: int, mask: Tensor) -> None:
-        self.masks.setdefault(index, []).append(mask.numpy())
+        self.masks.setdefault(index, []).append(full_array(mask))
 
 
 def drop(strategy: Spec) -> dict[str, Any]:
@@ -310,3 +311,14 @@ def test_dropout_differs_over_stages_microbatches_and_data_ranks(pool: WorkerPoo
     assert all(0.2 < mask.mean() < 0.3 for mask in drawn)
     assert np.array_equal(ranks[0]["state"], ranks[2]["state"])  # stages stay in step
     assert not np.array_equal(ranks[0]["state"], ranks[1]["state"])
+
+
+def test_dropout_agrees_over_tensor_parallel_peers(pool: WorkerPool) -> None:
+    tensor_parallel = ("TensorParallel", {"size": 2, "sequence_parallel": False, "plan": dict(NANOGPT_PLAN)})
+    ranks = pool.run(drop, ("HybridParallel", {"fsdp": 1, "tp": tensor_parallel, "pp": 2}), world=4)
+    for first, second in (ranks[:2], ranks[2:]):
+        assert np.array_equal(first["state"], second["state"])
+        for index, masks in first["masks"].items():
+            assert all(np.array_equal(*pair) for pair in zip(masks, second["masks"][index], strict=True))
+    drawn = [mask.tobytes() for of_rank in ranks[::2] for masks in of_rank["masks"].values() for mask in masks]
+    assert len(set(drawn)) == len(drawn)

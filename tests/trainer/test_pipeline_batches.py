@@ -11,7 +11,6 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ParallelConfigError, PlanError
-from tests.support.failures import RankError
 from tests.support.models import HuggingFaceLM, NanoGPT, walk_tokens
 from tests.support.parity import assert_same_training
 from tests.support.pool import WorkerPool
@@ -113,16 +112,12 @@ def test_what_all_blocks_take_reaches_every_stage(pool: WorkerPool, kind: str) -
     assert_same_training(pool, Blocks, pipeline(), world=4, model_kwargs={"kind": kind})
 
 
-def test_a_step_that_never_calls_its_model(pool: WorkerPool) -> None:
-    shown = ["The step ended without a call of the pipelined blocks (blocks.0 … blocks.3)", "exactly once"]
-    assert_refused(pool, PlanError, shown, fit, Blocks, pipeline(), calls=0)
-
-
-def test_a_step_that_calls_its_model_twice(pool: WorkerPool) -> None:
-    # Seen by the last stage alone, which runs the step to its end; the others lose their peer.
-    with pytest.raises(RankError) as caught:
-        pool.run(fit, Blocks, pipeline(), world=2, calls=2)
-    assert {failure.kind for failure in caught.value.failures} == {"raised"}
-    assert isinstance(caught.value.first.exception, PlanError)
-    assert "blocks.0 was called a second time in one step" in caught.value.first.summary
-    assert "join the inputs into one batch" in caught.value.first.summary
+@pytest.mark.parametrize(
+    ("calls", "shown"),
+    [
+        (0, ["The step ended without a call of the pipelined blocks (blocks.0 … blocks.3)", "exactly once"]),
+        (2, ["blocks.0 was called a second time in one step", "join the inputs into one batch"]),
+    ],
+)
+def test_a_step_that_does_not_call_its_model_once(pool: WorkerPool, calls: int, shown: list[str]) -> None:
+    assert_refused(pool, PlanError, shown, fit, Blocks, pipeline(), calls=calls)

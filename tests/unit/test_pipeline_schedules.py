@@ -52,9 +52,7 @@ def test_what_is_accepted_runs_and_the_rest_is_torchs_to_refuse(name: str, size:
                     events = Timeline.plan(actions_of(spec, build(spec))).events
                     run = Counter((e.rank, e.stage, e.microbatch, kind) for e in events for kind in parts(e.kind))
                     held = [(rank, stage) for rank, stages in enumerate(spec.stages_of) for stage in stages]
-                    assert run == Counter(
-                        (*at, i, kind) for at in stages for i in range(microbatches) for kind in "FIW"
-                    )
+                    assert run == Counter((*at, i, kind) for at in held for i in range(microbatches) for kind in "FIW")
                 elif microbatches >= size:
                     unchecked = ScheduleSpec(name, size, virtual, microbatches, accepted.stages_of)
                     with pytest.raises((ValueError, RuntimeError)):
