@@ -1,6 +1,6 @@
 """What a pipelined step through the Trainer costs over the same torch schedule driven by hand, and its bubble.
 
-    python benchmarks/pipeline.py [--rounds 5] [--steps 5] [--case 1F1B …]
+    python benchmarks/pipeline.py [--rounds 5] [--steps 4] [--case 1F1B …]
 
 Four ranks, on any number of cores: blocks compute next to nothing and sleep, one part in forward, one in the backward
 of their input and one in that of their weight, which zero-bubble schedules run apart. So a step has an ideal time, that
@@ -208,7 +208,7 @@ def report(spec: ScheduleSpec, medians: dict[str, list[float]], planned: float) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--case", nargs="*", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
