@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -74,12 +74,17 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def default_store() -> Any:
+    """The store behind the default group, which ranks can write to without waiting for each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def all_ranks_reach(place: str, timeout: timedelta) -> bool:
     """Whether every rank calls this in time; says no instead of hanging, as a collective would.
 
     Only the store behind the default group can be asked that, and torch has no public name for it.
     """
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store, rank = default_store(), dist.get_rank()
     try:
         store.set(f"{place}: {rank}", "1")
         store.wait([f"{place}: {other}" for other in range(dist.get_world_size())], timeout)

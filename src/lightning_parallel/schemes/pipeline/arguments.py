@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import is_dataclass
 from typing import Any
 
 from lightning_parallel.schemes.pipeline.ghost import Ghost
@@ -11,25 +13,33 @@ Path = tuple[Any, ...]
 
 
 def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Leaves of tuples, lists and dicts with where they stand; any other object is one leaf."""
+    """Leaves of tuples, lists, dicts and dataclasses with where they stand; any other object is one leaf."""
     if isinstance(value, tuple | list):
         for index, item in enumerate(value):
             yield from walk(item, (*path, index))
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from walk(item, (*path, key))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for key in value.__dataclass_fields__:
+            yield from walk(getattr(value, key), (*path, key))
     else:
         yield path, value
 
 
 def replace(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tuples, lists and dicts with ``change`` applied to their leaves."""
+    """The same tuples, lists, dicts and dataclasses with ``change`` applied to their leaves."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(replace(item, change) for item in value))
     if isinstance(value, tuple | list):
         return type(value)(replace(item, change) for item in value)
     if type(value) is dict:
         return {key: replace(item, change) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type | dict):
+        copied = copy(value)
+        for key in value.__dataclass_fields__:
+            object.__setattr__(copied, key, replace(getattr(value, key), change))
+        return copied
     return change(value)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,18 @@ _MOST_RESULTS = 4096
 
 _in_step = False
 _results: dict[Any, Tensor] | None = None
+_made: list[ref[Ghost]] | None = None
+
+
+@contextmanager
+def made_ghosts() -> Iterator[list[ref[Ghost]]]:
+    """Those that are made inside."""
+    global _made
+    before, _made = _made, []
+    try:
+        yield _made
+    finally:
+        _made = before
 
 
 @contextmanager
@@ -71,6 +84,8 @@ class Ghost(Tensor):
         """Without storage."""
         self = Tensor._make_wrapper_subclass(cls, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=_META)
         self._fake, self._origin, self._real, self._is_shared = fake, origin, None, is_shared
+        if _made is not None:
+            _made.append(ref(self))
         return self
 
     def __init__(self, fake: Tensor, origin: str, *, is_shared: bool = False) -> None:
@@ -97,6 +112,10 @@ class Ghost(Tensor):
     def origin(self) -> str:
         """Whose values are missing."""
         return self._origin
+
+    @origin.setter
+    def origin(self, name: str) -> None:
+        self._origin = name
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -108,7 +108,19 @@ def _cut(value: Any, path: tuple[str, ...], cuts: Mapping[str, int | None], samp
     items = _items(value)
     if items is None:
         return value
-    new = {key: _cut(item, (*path, str(key)), cuts, samples, start, size) for key, item in items}
+    return _rebuilt(value, {key: _cut(item, (*path, str(key)), cuts, samples, start, size) for key, item in items})
+
+
+def copied(value: Any) -> Any:
+    """The same batch, which a step may change in place: each stage runs the step, on the same microbatch."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    items = _items(value)
+    return value if items is None else _rebuilt(value, {key: copied(item) for key, item in items})
+
+
+def _rebuilt(value: Any, new: dict[Any, Any]) -> Any:
+    """``value`` with other entries."""
     if isinstance(value, Mapping):
         return _same_mapping(value, new)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,7 @@ class MicrobatchStage(PipelineStageBase):
         seed: Called with a microbatch's seed before the step, and with another one before the first own block.
         use_output: Takes what the step returned on the last stage, and gives the loss to run backward from.
         observe: Called as ``observe(stage, kind, microbatch)`` around each computation: a context manager.
+        fail: Called with the stage and an error. See [Note: to the end].
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class MicrobatchStage(PipelineStageBase):
         seed: Callable[[int], None],
         use_output: Callable[[int, Any], Tensor],
         observe: Callable[[int, str, int], Any],
+        fail: Callable[[int, Exception], None],
     ) -> None:
         super().__init__(nn.Identity(), index, staged.split.num_stages, device, group)
         self._staged, self._wire = staged, wire
         self._run_as_root, self._seed, self._use_output, self._observe = run_as_root, seed, use_output, observe
+        self._fail, self._has_failed = fail, False
         self._microbatches: Sequence[Microbatch | None] = []
         self._receives: list[list[Slot]] = []
         self._sends: list[list[Slot]] = []
@@ -83,6 +87,7 @@ class MicrobatchStage(PipelineStageBase):
     ) -> None:
         """What the next step of the schedule works on: slots from the stage before and to the stage after."""
         self._microbatches, self._receives, self._sends = microbatches, receives, sends
+        self._has_failed = False
         self.bytes_sent = 0
 
     # --- what a schedule asks once --------------------------------------------------------------------------------
@@ -138,8 +143,8 @@ class MicrobatchStage(PipelineStageBase):
         return [self._send(output.detach(), self.stage_index + 1) for output in outputs]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """The stage before is on this rank."""
-        self._buffers[mb_index] = [output.detach() for output in prev_stage_outputs]
+        """The stage before is on this rank, whose graph may need what this one changes in place."""
+        self._buffers[mb_index] = [output.detach().clone() for output in prev_stage_outputs]
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
@@ -157,7 +162,8 @@ class MicrobatchStage(PipelineStageBase):
 
         def job() -> Any:
             self._seed(microbatch.seed)
-            received = {s.path: self._wire.unpack(v, s, slots) for s, v in zip(slots, inputs, strict=True)}
+            arrived = [_arrive(value) if value.requires_grad else value for value in inputs]
+            received = {s.path: self._wire.unpack(v, s, slots) for s, v in zip(slots, arrived, strict=True)}
             result = self._staged.run(
                 self.stage_index,
                 microbatch.call,
@@ -170,8 +176,11 @@ class MicrobatchStage(PipelineStageBase):
                 return self._use_output(fwd_chunk_id, result)
             return [self._wire.pack(value, slot, sends) for slot, value in zip(sends, result, strict=True)]
 
-        with self._observe(self.stage_index, "F", fwd_chunk_id):
-            output = self._run_as_root(job)
+        if not self._has_failed:
+            with self._observe(self.stage_index, "F", fwd_chunk_id), self._to_the_end():
+                output = self._run_as_root(job)
+        if self._has_failed:
+            output = torch.zeros(()) if sends is None else [self._zeros(slot, sends) for slot in sends]
         self.fwd_cache[fwd_chunk_id] = ((output,) if self.is_last else tuple(output), inputs)
         return output
 
@@ -219,7 +228,7 @@ class MicrobatchStage(PipelineStageBase):
         grads = [torch.ones_like(outputs[0])] if self.is_last else self._grads.pop(bwd_chunk_id)
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad and g is not None]
         kind = "B" if full_backward else "I"
-        with self._observe(self.stage_index, kind, bwd_chunk_id):
+        with self._running_backward(kind, bwd_chunk_id):
             if full_backward:
                 stage_backward([o for o, _ in pairs], [g for _, g in pairs], [])
             elif not (needing := [value for value in inputs if value.requires_grad]):  # all of it is the weights' part
@@ -240,8 +249,10 @@ class MicrobatchStage(PipelineStageBase):
         """Run what ``backward_one_chunk`` left for the weights."""
         if not self.has_backward or self._microbatches[bwd_chunk_id] is None:
             return
+        if self._has_failed:
+            return
         (left,) = self.backward_state.pop(bwd_chunk_id)
-        with self._observe(self.stage_index, "W", bwd_chunk_id):
+        with self._running_backward("W", bwd_chunk_id):
             if left and isinstance(left[0], tuple):
                 stage_backward([o for o, _ in left], [g for _, g in left], [])
             else:
@@ -249,6 +260,26 @@ class MicrobatchStage(PipelineStageBase):
 
     def _weights(self) -> list[nn.Parameter]:
         return [weight for weight in self._staged.parameters(self.stage_index) if weight.requires_grad]
+
+    @contextmanager
+    def _running_backward(self, kind: str, microbatch: int) -> Iterator[None]:
+        with (
+            self._observe(self.stage_index, kind, microbatch),
+            self._to_the_end(),
+            self._staged.running_backward(self.stage_index),
+        ):
+            yield
+
+    @contextmanager
+    def _to_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._has_failed = True
+            self._fail(self.stage_index, error)
+
+    def _zeros(self, slot: Slot, slots: list[Slot]) -> Tensor:
+        return torch.zeros(self._wire.shape(slot, slots), dtype=slot.dtype, device=self.device)
 
     # --- the wire -------------------------------------------------------------------------------------------------
 
@@ -258,3 +289,20 @@ class MicrobatchStage(PipelineStageBase):
 
     def _op(self, kind: Any, value: Tensor, stage: int) -> dist.P2POp:
         return dist.P2POp(kind, value, group=self.group, group_peer=self.stage_index_to_group_rank[stage])
+
+
+def _arrive(value: Tensor) -> Tensor:
+    arrived: Tensor = _Arrived.apply(value)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+class _Arrived(torch.autograd.Function):
+    """What arrived, as a value that was computed: a block may change it in place, which it may not do to a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

@@ -9,8 +9,6 @@ code does around and between the blocks, it runs where it belongs, and what cros
 
 from __future__ import annotations
 
-import copy
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.errors import PlanError
-from lightning_parallel.schemes.pipeline.arguments import Path, replace, shown, template, walk
+from lightning_parallel.schemes.pipeline.arguments import Path, replace, shown, walk
+from lightning_parallel.schemes.pipeline.foreign import ForeignBlocks
 from lightning_parallel.schemes.pipeline.ghost import Ghost, ghost_like, ghosts_in_step, is_ghost
 from lightning_parallel.schemes.pipeline.split import Site, StageSplit
 
 _ABSENT = object()
-_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,9 @@ class StagedModule:
     def __init__(self, module: nn.Module, split: StageSplit, stages: Sequence[int], device: torch.device) -> None:
         self.module, self.split, self.stages = module, split, sorted(stages)
         self._run: _Run | None = None
+        self._backward_of: int | None = None
         self.call_outside: Callable[[Callable[..., Any], Any, Any], Any] | None = None  # of the model, not in a step
-        self._templates: dict[Any, Callable[[Any], Any] | None] = {}
+        self._foreign = ForeignBlocks(device)
         self._results: dict[Any, Tensor] = {}
         self._modules = dict(module.named_modules(remove_duplicate=False))
         names = [name for stage in split.blocks for name in stage]
@@ -97,7 +96,6 @@ class StagedModule:
         self._all_shared = {stages for stages in holders.values() if len(stages) > 1}
         # What is here for one stage, or is tied to what is, is hidden while a stage runs that does not hold it.
         self._switched: list[tuple[frozenset[int], dict[str, Any], str, Any]] = []
-        self._shadows: dict[int, nn.Module | None] = {}
         for site, held in split.sites.items():
             store = self._store(site)
             tensor = store[site.name]
@@ -129,8 +127,8 @@ class StagedModule:
             values = self._modules[name].__dict__
             self._switched.append((held, values, "forward", values.get("forward", _ABSENT)))
         for position, block in enumerate(self._blocks if len(self.stages) > 1 else []):
-            if self._stage_of[position] in self.stages and id(block) not in self._shadows:
-                self._shadows[id(block)] = _shadow(block, self._names[id(block)], device)
+            if self._stage_of[position] in self.stages:
+                self._foreign.shadow(block, self._names[id(block)])
 
     def _store(self, site: Site) -> dict[str, Any]:
         owner = self._modules[site.module]
@@ -253,6 +251,19 @@ class StagedModule:
             "the step does call the role block, or do not pipeline this module."
         )
 
+    def missing(self, origin: str) -> str:
+        """What is wrong with a loss that is computed from ``origin``."""
+        if origin in self._names.values():
+            return (
+                f"The loss is computed from what {origin} gives on another pipeline stage. A value reaches the end of "
+                "the step only through the blocks: not past a stage (a skip connection), nor kept aside (an auxiliary "
+                "loss on the module, what a hook collects). Pass it through the following blocks, or use pp=1."
+            )
+        return (
+            f"The loss is computed from {origin}, which the last stage does not hold. Give the module that holds it "
+            "the role head in the plan (or stem, if it runs before the blocks)."
+        )
+
     @contextmanager
     def _running(self, run: _Run) -> Iterator[None]:
         saved = []
@@ -269,8 +280,20 @@ class StagedModule:
             for store, name, value in saved:
                 _set(store, name, value)
 
+    @contextmanager
+    def running_backward(self, stage: int) -> Iterator[None]:
+        """Blocks of ``stage`` may run again: activation checkpointing."""
+        self._backward_of = stage
+        try:
+            with ghosts_in_step(self._results):
+                yield
+        finally:
+            self._backward_of = None
+
     def _call(self, block: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self._run
+        if run is None and self._backward_of is not None:
+            return self._call_again(block, inner, args, kwargs)
         if run is None:
             raise PlanError(
                 f"{self._names[id(block)]} was called outside of its model. The model is split into pipeline stages: "
@@ -287,12 +310,21 @@ class StagedModule:
         if stage > run.stage:
             raise _Boundary((args, kwargs))
         if stage < run.stage:
-            return self._pass_by(block, inner, position, args, kwargs)
+            return self._pass_by(run, block, position, args, kwargs)
         if not run.entered:
             run.entered = True
             if run.stage > 0:
                 args, kwargs = self._enter(run, args, kwargs)
                 run.on_enter()
+        return inner(*args, **kwargs)
+
+    def _call_again(self, block: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._names[id(block)] not in self.split.blocks[self._backward_of or 0]:
+            raise PlanError(
+                f"{self._names[id(block)]} ran again in the backward of another stage: activation checkpointing spans "
+                "blocks of two stages. Checkpoint each block, or let boundaries= be where checkpointed parts begin."
+            )
+        args, kwargs = replace((args, kwargs), _received)
         return inner(*args, **kwargs)
 
     def _enter(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -315,7 +347,7 @@ class StagedModule:
                         "take one way through the model."
                     )
                 ghost.become(run.received[path])
-        return replace((args, kwargs), lambda v: v.received if isinstance(v, Ghost) else v)
+        return replace((args, kwargs), _received)
 
     def _sent(self, slot: Slot, arguments: Any, stage: int) -> Tensor:
         value = dict(walk(arguments)).get(slot.path)
@@ -328,46 +360,37 @@ class StagedModule:
                     "that skip a stage are not sent: use fewer stages, or boundaries= that keep both ends on "
                     "neighbouring stages."
                 )
+        if isinstance(value, Tensor) and value.is_nested:
+            raise PlanError(
+                f"{shown(slot.path)} of {self.split.blocks[stage + 1][0]} is a nested tensor, which cannot be sent "
+                "to the next stage. Build nn.TransformerEncoder with enable_nested_tensor=False."
+            )
         if not isinstance(value, Tensor) or value.shape != slot.shape or value.dtype != slot.dtype:
             found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
             raise PlanError(
                 f"{shown(slot.path)} of {self.split.blocks[stage + 1][0]} is {found} on stage {stage}, where stage "
                 f"{stage + 1} expects {tuple(slot.shape)} {slot.dtype}. The shape must follow from the batch's shapes."
             )
+        if value.requires_grad and not slot.requires_grad:
+            raise PlanError(
+                f"{shown(slot.path)} of {self.split.blocks[stage + 1][0]} needs a gradient on stage {stage}, and stage "
+                f"{stage + 1} would send none back: it calls the block where gradients are disabled, as "
+                "torch.utils.checkpoint does with use_reentrant=True. Use use_reentrant=False."
+            )
         return value
 
-    def _pass_by(self, block: nn.Module, inner: Callable[..., Any], position: int, args: Any, kwargs: Any) -> Any:
-        """What a block of an earlier stage returns, in ghosts: looked at once for each signature."""
-        run = self._run
-        assert run is not None
-        key = (run.stage, position, run.signature)
-        known = self._templates.get(key)
-        if known is not None:
-            return known((args, kwargs))
-        level = _fake_log.level
-        _fake_log.setLevel(logging.CRITICAL)
+    def _pass_by(self, run: _Run, block: nn.Module, position: int, args: Any, kwargs: Any) -> Any:
+        """What a block of an earlier stage returns, in ghosts. Blocks inside it are its own business."""
+        self._run = None
         try:
-            with _outside(self):
-                shadow = self._shadows.get(id(block), block)
-                if shadow is None:
-                    raise PlanError("the block cannot be copied")
-                output = shadow.forward(*args, **kwargs)
-        except (_Boundary, _Found):
-            raise
-        except Exception as error:
-            # Its code depends on values (a router that sends each token to some experts, say). Such a block hands on
-            # what it got: the receiving stage holds what arrives against this guess.
-            hidden = next((v for _, v in walk((args, kwargs)) if is_ghost(v) and v.is_floating_point()), None)
-            if hidden is None:
-                raise
-            _fake_log.debug("%s: %s", self._names[id(block)], error)
-            output = Ghost(hidden._fake, hidden.origin, is_shared=True)
+            key = (run.stage, position, run.signature)
+            return self._foreign.call(block, self._names[id(block)], key, args, kwargs)
         finally:
-            _fake_log.setLevel(level)
-        if len(self._templates) > 4096:
-            self._templates.clear()
-        self._templates[key] = template(output, (args, kwargs))
-        return output
+            self._run = run
+
+
+def _received(value: Any) -> Any:
+    return value.received if isinstance(value, Ghost) and value.received is not None else value
 
 
 def _set(store: dict[str, Any], name: str, value: Any) -> None:
@@ -375,25 +398,3 @@ def _set(store: dict[str, Any], name: str, value: Any) -> None:
         store.pop(name, None)
     else:
         store[name] = value
-
-
-def _shadow(block: nn.Module, name: str, device: torch.device) -> nn.Module | None:
-    """A copy of a block without values; ``None`` where it cannot be copied."""
-    memo: dict[int, Any] = {}
-    for where, tensor in [*block.named_parameters(), *block.named_buffers()]:
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = ghost_like(tensor, f"{name}.{where}", is_parameter=is_parameter, device=device)
-    try:
-        return copy.deepcopy(block, memo)
-    except Exception:
-        return None
-
-
-@contextmanager
-def _outside(staged: StagedModule) -> Iterator[None]:
-    """While a foreign block is looked at, blocks inside it are its own business."""
-    run, staged._run = staged._run, staged._run
-    try:
-        yield
-    finally:
-        staged._run = run

@@ -17,7 +17,7 @@ from lightning_parallel._torch import HOST
 from lightning_parallel.errors import ParallelConfigError, PlanError
 from lightning_parallel.schemes.pipeline.failures import Failure, Failures
 from lightning_parallel.schemes.pipeline.ghost import Ghost
-from lightning_parallel.schemes.pipeline.microbatches import merge_outputs, signature, split_batch
+from lightning_parallel.schemes.pipeline.microbatches import copied, merge_outputs, signature, split_batch
 from lightning_parallel.schemes.pipeline.random import RandomState, seed_all
 from lightning_parallel.schemes.pipeline.results import Results
 from lightning_parallel.schemes.pipeline.schedules import ScheduleSpec, actions_of
@@ -209,7 +209,7 @@ class Runner:
             setting = (kind, self.staged.module.training, torch.is_grad_enabled())
             jobs = [
                 Microbatch(
-                    partial(self._collected, i, partial(step, piece, *rest, **kwargs)),
+                    partial(self._collected, i, lambda piece: step(piece, *rest, **kwargs), piece),
                     (*setting, signature(piece)),
                     seed + i * 1_000_003,
                 )
@@ -231,10 +231,10 @@ class Runner:
         finally:
             state.give_back()
 
-    def _collected(self, index: int, step: Callable[[], Any]) -> Any:
+    def _collected(self, index: int, step: Callable[[Any], Any], piece: Any) -> Any:
         counting = TokenCounting() if self._tokens else nullcontext()
         with self._collect() as taken, counting as tokens:
-            output = step()
+            output = step(copied(piece))
         self._work.notes[index] = taken  # not reached where the next stage goes on
         if tokens is not None:
             self._work.count(index, tokens.count)
@@ -305,11 +305,15 @@ class Runner:
     def _send(self) -> None:
         """On the last stage, after its last forward."""
         work = self._work
-        work.shared = self._failures.first()
-        if work.shared is None:
-            factor = self._weigh_by_tokens() if self._tokens else 1.0
-            merged = merge_outputs(work.outputs, work.sizes, work.weights)
-            work.shared = _on((merged, work.notes, work.weights, factor), HOST)
+        if not (failure := self._failures.first()):
+            try:
+                factor = self._weigh_by_tokens() if self._tokens else 1.0
+                merged = merge_outputs(work.outputs, work.sizes, work.weights)
+                work.shared = _on((merged, work.notes, work.weights, factor), HOST)
+            except Exception as error:
+                self._failures.add(self.spec.num_stages - 1, error)
+                failure = self._failures.first()
+        work.shared = failure or work.shared
         self._results.send(work.shared)
 
     def _weigh_by_tokens(self) -> float:
