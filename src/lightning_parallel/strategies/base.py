@@ -6,13 +6,12 @@ import hashlib
 import logging
 import random
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -43,31 +42,18 @@ from lightning_parallel.schemes.pipeline.timeline import Timeline
 from lightning_parallel.schemes.pipeline.wire import Wire
 from lightning_parallel.step import EagerStep, PipelineStep, plain
 from lightning_parallel.strategies.loaders import prepare_loader
-from lightning_parallel.strategies.pipelining import StepNotes, check_optimizers, check_supported, drop_foreign_state
+from lightning_parallel.strategies.pipelining import (
+    PipelineSettings,
+    StepNotes,
+    check_optimizers,
+    check_supported,
+    drop_foreign_state,
+)
 from lightning_parallel.strategies.plain_callbacks import prepare_callbacks, shard_averages
 from lightning_parallel.strategies.ranks import DEFAULT_TIMEOUT
 from lightning_parallel.strategies.saving import SavingStrategy
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineSettings:
-    """The options of ``PipelineParallel``, which explains them."""
-
-    schedule: str = "1F1B"
-    microbatches: int | None = None
-    virtual_stages: int | None = None
-    balance: Literal["even", "cost"] = "even"
-    boundaries: Sequence[str] | None = None
-    batch_dims: Mapping[str, int | None] | None = None
-    evaluation_microbatches: int = 1
-    reduce_every_microbatch: bool = False
-    measure: bool = False
-
-    def spec(self, size: int) -> ScheduleSpec:
-        """The schedule on ``size`` ranks."""
-        return ScheduleSpec.of(self.schedule, size, virtual=self.virtual_stages, microbatches=self.microbatches)
 
 
 class MeshStrategy(SavingStrategy):
@@ -128,17 +114,7 @@ class MeshStrategy(SavingStrategy):
     def _resolve_sizes(self) -> ResolvedSizes:
         sizes = super()._resolve_sizes()
         if sizes.pp > 1:
-            self._spec = self._pipeline.spec(sizes.pp)
-            if self._pipeline.reduce_every_microbatch and self._spec.splits_backward:
-                raise ParallelConfigError(
-                    f"reduce_every_microbatch: schedule={self._spec.name!r} computes the gradients of weights after "
-                    "the backward that would reduce them. Leave it False, or use 1F1B or Interleaved1F1B."
-                )
-            if self._compile and self._spec.splits_backward:
-                raise ParallelConfigError(
-                    f"schedule={self._spec.name!r} computes gradients of inputs and of weights apart, which a compiled "
-                    "block cannot. Use compile=False, or 1F1B or Interleaved1F1B."
-                )
+            self._spec = self._pipeline.spec(sizes.pp, compiles=bool(self._compile))
         return sizes
 
     # --- set-up -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -20,9 +20,44 @@ from torchmetrics import Metric
 
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.schemes.pipeline.ghost import is_ghost
+from lightning_parallel.schemes.pipeline.schedules import ScheduleSpec
 from lightning_parallel.schemes.pipeline.step import Outcome
 from lightning_parallel.strategies.module_state import Changes, ModuleState, kept, make_changes
 from lightning_parallel.strategies.stage_metrics import StageMetrics, Updates, mean
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    """The options of ``PipelineParallel``, which explains them."""
+
+    schedule: str = "1F1B"
+    microbatches: int | None = None
+    virtual_stages: int | None = None
+    balance: Literal["even", "cost"] = "even"
+    boundaries: Sequence[str] | None = None
+    batch_dims: Mapping[str, int | None] | None = None
+    evaluation_microbatches: int = 1
+    reduce_every_microbatch: bool = False
+    measure: bool = False
+
+    def spec(self, size: int, *, compiles: bool) -> ScheduleSpec:
+        """The schedule on ``size`` ranks.
+
+        Raises:
+            ParallelConfigError: Options that do not go together, or as `ScheduleSpec.of`.
+        """
+        spec = ScheduleSpec.of(self.schedule, size, virtual=self.virtual_stages, microbatches=self.microbatches)
+        if self.reduce_every_microbatch and spec.splits_backward:
+            raise ParallelConfigError(
+                f"reduce_every_microbatch: schedule={spec.name!r} computes the gradients of weights after the backward "
+                "that would reduce them. Leave it False, or use 1F1B or Interleaved1F1B."
+            )
+        if compiles and spec.splits_backward:
+            raise ParallelConfigError(
+                f"schedule={spec.name!r} computes gradients of inputs and of weights apart, which a compiled block "
+                "cannot. Use compile=False, or 1F1B or Interleaved1F1B."
+            )
+        return spec
 
 
 def check_supported(module: pl.LightningModule, callbacks: Sequence[Callback]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -368,6 +368,8 @@ def _on(value: Any, device: torch.device) -> Any:
         return {key: _on(item, device) for key, item in value.items()}
     if type(value) in (tuple, list):
         return type(value)(_on(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):  # the notes of a microbatch
+        return replace(value, **{part.name: _on(getattr(value, part.name), device) for part in fields(value)})
     return value
 
 
