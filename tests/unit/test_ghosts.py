@@ -88,7 +88,6 @@ def test_a_ghost_is_a_parameter_without_memory() -> None:
     w = weight()
     assert isinstance(w, torch.nn.Parameter)
     assert (tuple(w.shape), w.dtype, w.requires_grad, w.numel(), w.is_meta) == ((4, 8), torch.float32, True, 32, True)
-    assert w.untyped_storage().data_ptr() == 0
     with ghosts_in_step():
         assert (w.device, w.is_meta) == (torch.device("cpu"), False)
     assert "of='weight'" in repr(w)
