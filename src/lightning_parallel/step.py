@@ -250,15 +250,16 @@ class PipelineStep(EagerStep):
                     outcome = self.runner.evaluate(kind, step, args, kwargs, most)
         finally:
             self._depth -= 1
-            self._aside = [(p, p.grad) for p, _ in before if p.grad is not None]
+            if is_training:
+                self._aside = [(p, p.grad) for p, _ in before if p.grad is not None]
             for parameter, gradient in before:
                 parameter.grad = gradient
-        for _, gradient in self._aside if outcome.factor != 1 else []:
-            gradient.mul_(outcome.factor)
         self.on_outcome(outcome)
         if not is_training:
             self.reshard()
             return outcome.output
+        for _, gradient in self._aside if outcome.factor != 1 else []:
+            gradient.mul_(outcome.factor)
         return self._with_graph(outcome.output, scale)
 
     def _call_outside(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -344,9 +344,17 @@ class MeshStrategy(SavingStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # A manual backward runs inside the step. See [Note: the root's life].
+        # As the base does it, but gradients are complete when on_after_backward is called.
+        assert self.lightning_module is not None
+        plugin, module = self.precision_plugin, self.lightning_module
+        self.pre_backward(closure_loss)
+        loss: Tensor = plugin.pre_backward(closure_loss, module)
         with self.step.backward():
-            return super().backward(self.step.seen_by_root(closure_loss), optimizer, *args, **kwargs)
+            # A manual backward runs inside the step. See [Note: the root's life].
+            plugin.backward(self.step.seen_by_root(loss), module, optimizer, *args, **kwargs)
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
 
     @override
     def optimizer_step(
