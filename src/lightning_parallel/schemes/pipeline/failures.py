@@ -64,6 +64,8 @@ class Failures:
 
     def add(self, stage: int, error: Exception) -> None:
         """Something failed on a stage of this rank."""
+        if isinstance(error.__cause__, ParallelConfigError):  # from inside a backward, say
+            error = error.__cause__
         self.own.setdefault(stage, error)
         if self.first() is None:
             default_store().set(self._place, pickle.dumps(Failure.of(stage, error)))

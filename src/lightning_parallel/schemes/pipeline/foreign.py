@@ -6,10 +6,10 @@ import copy
 import dis
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +99,8 @@ class ForeignBlocks:
 def _hide_assigned(block: nn.Module, name: str) -> None:
     """Give the attributes that code below ``block`` assigns while it runs a value that is known to be elsewhere."""
     for child in block.modules():
-        values = vars(child)
-        for attribute in _assigned_by(type(child)) - child._modules.keys() - child._parameters.keys():
+        values, kind = vars(child), cast(Any, type(child))
+        for attribute in _assigned_by(kind) - child._modules.keys() - child._parameters.keys():
             value = values.get(attribute)
             if attribute not in child._buffers and (value is None or isinstance(value, float | Tensor)):
                 values[attribute] = ghost_like(torch.zeros(()), name)
@@ -121,4 +121,18 @@ def _assigned_by(kind: Any) -> frozenset[str]:
         for method in methods
         for op in dis.get_instructions(inspect.unwrap(method))
         if op.opname == "STORE_ATTR"
+    )
+
+
+def missing_loss(origin: str, blocks: Iterable[str]) -> PlanError:
+    """What to raise for a loss that is computed from values of another stage, those of ``origin``."""
+    if origin in blocks:
+        return PlanError(
+            f"The loss is computed from what {origin} gives on another pipeline stage. A value reaches the end of the "
+            "step only through the blocks: not past a stage (a skip connection), nor kept aside (an auxiliary loss on "
+            "the module, what a hook collects). Pass it through the following blocks, or use pp=1."
+        )
+    return PlanError(
+        f"The loss is computed from {origin}, which the last stage does not hold. Give the module that holds it the "
+        "role head in the plan (or stem, if it runs before the blocks)."
     )

@@ -34,6 +34,7 @@ _MOST_RESULTS = 4096
 _in_step = False
 _results: dict[Any, Tensor] | None = None
 _made: list[ref[Ghost]] | None = None
+_is_kept: Callable[[Tensor], bool] | None = None
 
 
 @contextmanager
@@ -48,20 +49,24 @@ def made_ghosts() -> Iterator[list[ref[Ghost]]]:
 
 
 @contextmanager
-def ghosts_in_step(results: dict[Any, Tensor] | None = None) -> Iterator[None]:
+def ghosts_in_step(
+    results: dict[Any, Tensor] | None = None, is_kept: Callable[[Tensor], bool] | None = None
+) -> Iterator[None]:
     """Ghosts name the device that the real tensors are on, as a step's code expects; at rest they say ``meta``.
 
     Args:
         results: Keeps what functions of ghosts come to: each microbatch runs the same ones, and fake tensors take a
             good part of a millisecond for each.
+        is_kept: Tells a module's own buffers and parameters: where values that are missing would change one in place,
+            it stays as it is. Any other tensor becomes a ghost then.
     """
-    global _in_step, _results
-    before = _in_step, _results
-    _in_step, _results = True, results
+    global _in_step, _results, _is_kept
+    before = _in_step, _results, _is_kept
+    _in_step, _results, _is_kept = True, results, is_kept
     try:
         yield
     finally:
-        _in_step, _results = before
+        _in_step, _results, _is_kept = before
 
 
 class Ghost(Tensor):
@@ -77,7 +82,6 @@ class Ghost(Tensor):
     _origin: str
     _real: Tensor | None
     _is_shared: bool
-    __slots__ = ["_fake", "_is_shared", "_origin", "_real"]
 
     @staticmethod
     def __new__(cls, fake: Tensor, origin: str, *, is_shared: bool = False) -> Ghost:
@@ -236,6 +240,9 @@ def _run_on_fakes(func: Callable[..., Any], args: Any, kwargs: Any, origin: str)
                 out = list(out)
     except FAKE_ERRORS as error:
         raise _no_values(origin) from error
+    for fake in fakes.values():
+        if fake._version:
+            _haunt(back[id(fake)], fake, origin)
     # What is done in place to a view is done to what it is of, so that one is no new tensor.
     is_new = isinstance(out, Tensor) and id(out) not in back and not out._is_view()
     if is_new and results is not None and key is not None:
@@ -251,6 +258,19 @@ def _run_on_fakes(func: Callable[..., Any], args: Any, kwargs: Any, origin: str)
 
     out = tree_map(wrap, out)
     return iter(out) if func is Tensor.__iter__ else out
+
+
+def _haunt(value: Tensor, fake: Tensor, origin: str) -> None:
+    """Values that are missing were to change ``value`` in place: from now on its own are missing too."""
+    if isinstance(value, Ghost):
+        if value._real is not None:
+            value._real, value._fake, value._is_shared = None, fake, False
+    elif _is_kept is None or not _is_kept(value):
+        if value._base is not None:
+            _haunt(value._base, _fake_of(value._base), origin)
+        value.__class__ = Ghost
+        assert isinstance(value, Ghost)
+        value._fake, value._origin, value._real, value._is_shared = fake, origin, None, False
 
 
 def _no_values(origin: str) -> PlanError:
@@ -291,10 +311,11 @@ def _traits(value: Any, kinds: set[str]) -> Any:
 def _fake_of(value: Tensor) -> Tensor:
     if isinstance(value, Ghost):
         return value.own_fake() if value._real is None else _fake_of(value._real)
-    with torch._C.DisableTorchFunctionSubclass(), fake_mode():
-        return torch.empty_strided(
+    with torch._C.DisableTorchFunctionSubclass(), fake_mode(), torch.enable_grad():
+        fake = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device, requires_grad=value.requires_grad
         )
+        return fake.clone() if value.requires_grad and not value.is_leaf else fake
 
 
 def _without_masks(index: Any) -> Any:

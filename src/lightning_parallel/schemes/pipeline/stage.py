@@ -162,7 +162,7 @@ class MicrobatchStage(PipelineStageBase):
 
         def job() -> Any:
             self._seed(microbatch.seed)
-            arrived = [_arrive(value) if value.requires_grad else value for value in inputs]
+            arrived = [_alias(value) if value.requires_grad else value for value in inputs]
             received = {s.path: self._wire.unpack(v, s, slots) for s, v in zip(slots, arrived, strict=True)}
             result = self._staged.run(
                 self.stage_index,
@@ -234,8 +234,8 @@ class MicrobatchStage(PipelineStageBase):
             elif not (needing := [value for value in inputs if value.requires_grad]):  # all of it is the weights' part
                 self.backward_state[bwd_chunk_id] = (pairs,)
             else:
-                # It detaches the outputs in place, which a view cannot be.
-                pairs = [(o.clone() if o._is_view() else o, g) for o, g in pairs]
+                # It detaches the outputs in place, which a view cannot be, nor what the graph has saved.
+                pairs = [(_alias(output), gradient) for output, gradient in pairs]
                 _, groups = stage_backward_input(
                     [o for o, _ in pairs], [g for _, g in pairs], needing, iter(self._weights())
                 )
@@ -291,17 +291,17 @@ class MicrobatchStage(PipelineStageBase):
         return dist.P2POp(kind, value, group=self.group, group_peer=self.stage_index_to_group_rank[stage])
 
 
-def _arrive(value: Tensor) -> Tensor:
-    arrived: Tensor = _Arrived.apply(value)  # type: ignore[no-untyped-call]
-    return arrived
+def _alias(value: Tensor) -> Tensor:
+    alias: Tensor = _Alias.apply(value)  # type: ignore[no-untyped-call]
+    return alias
 
 
-class _Arrived(torch.autograd.Function):
-    """What arrived, as a value that was computed: a block may change it in place, which it may not do to a leaf."""
+class _Alias(torch.autograd.Function):
+    """The same values as the result of a function: a block may change it in place, which it may not do to a leaf."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.data
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.errors import PlanError
 from lightning_parallel.schemes.pipeline.arguments import Path, replace, shown, walk
+from lightning_parallel.schemes.pipeline.buffers import SharedBuffers
 from lightning_parallel.schemes.pipeline.foreign import ForeignBlocks
 from lightning_parallel.schemes.pipeline.ghost import Ghost, ghost_like, ghosts_in_step, is_ghost
 from lightning_parallel.schemes.pipeline.split import Site, StageSplit
@@ -81,6 +82,7 @@ class StagedModule:
         self._run: _Run | None = None
         self._backward_of: int | None = None
         self.call_outside: Callable[[Callable[..., Any], Any, Any], Any] | None = None  # of the model, not in a step
+        self.buffers = SharedBuffers(module, split)
         self._foreign = ForeignBlocks(device)
         self._results: dict[Any, Tensor] = {}
         self._modules = dict(module.named_modules(remove_duplicate=False))
@@ -199,7 +201,7 @@ class StagedModule:
         Raises:
             PlanError: The step never calls the blocks, or needs a value of another stage before them.
         """
-        with self._running(_Run(stage, signature, None, lambda: None)):
+        with self._running(_Run(stage, signature, None, lambda: None)), self.buffers.unchanged():
             try:
                 call()
             except _Found as found:
@@ -251,19 +253,6 @@ class StagedModule:
             "the step does call the role block, or do not pipeline this module."
         )
 
-    def missing(self, origin: str) -> str:
-        """What is wrong with a loss that is computed from ``origin``."""
-        if origin in self._names.values():
-            return (
-                f"The loss is computed from what {origin} gives on another pipeline stage. A value reaches the end of "
-                "the step only through the blocks: not past a stage (a skip connection), nor kept aside (an auxiliary "
-                "loss on the module, what a hook collects). Pass it through the following blocks, or use pp=1."
-            )
-        return (
-            f"The loss is computed from {origin}, which the last stage does not hold. Give the module that holds it "
-            "the role head in the plan (or stem, if it runs before the blocks)."
-        )
-
     @contextmanager
     def _running(self, run: _Run) -> Iterator[None]:
         saved = []
@@ -273,7 +262,7 @@ class StagedModule:
                 _set(store, name, value)
         self._run = run
         try:
-            with ghosts_in_step(self._results):
+            with ghosts_in_step(self._results, self._is_kept):
                 yield
         finally:
             self._run = None
@@ -289,6 +278,9 @@ class StagedModule:
                 yield
         finally:
             self._backward_of = None
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        return any(own is tensor for own in (*self.module.parameters(), *self.module.buffers()))
 
     def _call(self, block: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self._run

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel._torch import HOST
-from lightning_parallel.errors import ParallelConfigError, PlanError
+from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.schemes.pipeline.failures import Failure, Failures
+from lightning_parallel.schemes.pipeline.foreign import missing_loss
 from lightning_parallel.schemes.pipeline.ghost import Ghost
 from lightning_parallel.schemes.pipeline.microbatches import copied, merge_outputs, signature, split_batch
 from lightning_parallel.schemes.pipeline.random import RandomState, seed_all
@@ -59,6 +60,7 @@ class _Work:
     outputs: list[Any] = field(default_factory=list)
     notes: list[Any] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     left: int = 0  # microbatches of which the last stage has no output yet
     shared: Any = None
     reference: float = 0.0  # how many tokens count as one, until all microbatches have been seen
@@ -233,8 +235,9 @@ class Runner:
 
     def _collected(self, index: int, step: Callable[[Any], Any], piece: Any) -> Any:
         counting = TokenCounting() if self._tokens else nullcontext()
-        with self._collect() as taken, counting as tokens:
+        with self._collect() as taken, counting as tokens, self.staged.buffers.changes() as changed:
             output = step(copied(piece))
+        self._work.buffers.update(changed)
         self._work.notes[index] = taken  # not reached where the next stage goes on
         if tokens is not None:
             self._work.count(index, tokens.count)
@@ -276,7 +279,7 @@ class Runner:
             return torch.zeros(())
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Ghost):
-            raise PlanError(self.staged.missing(loss.origin))
+            raise missing_loss(loss.origin, [name for blocks in self.staged.split.blocks for name in blocks])
         if not isinstance(loss, Tensor):
             raise ParallelConfigError(
                 f"training_step returned {type(output).__name__} for a microbatch. In a pipeline it returns the loss, "
@@ -299,7 +302,9 @@ class Runner:
             self._send()
         shared = work.shared if self.has_last else self._results.receive()
         self._failures.raise_own(shared)
-        output, notes, weights, factor = shared
+        output, notes, weights, factor, buffers = shared
+        if not self.has_last:
+            self.staged.buffers.follow(_on(buffers, self.device))
         return Outcome(_on(output, self.device), _on(notes, self.device), work.sizes, weights, factor)
 
     def _send(self) -> None:
@@ -309,7 +314,7 @@ class Runner:
             try:
                 factor = self._weigh_by_tokens() if self._tokens else 1.0
                 merged = merge_outputs(work.outputs, work.sizes, work.weights)
-                work.shared = _on((merged, work.notes, work.weights, factor), HOST)
+                work.shared = _on((merged, work.notes, work.weights, factor, work.buffers), HOST)
             except Exception as error:
                 self._failures.add(self.spec.num_stages - 1, error)
                 failure = self._failures.first()
