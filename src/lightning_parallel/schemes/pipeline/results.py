@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from typing import Any
 
@@ -28,11 +29,15 @@ class Results:
 
     def send(self, value: Any) -> None:
         """On the source. Tensors in ``value`` are on the host."""
-        for _, work in self._under_way:
-            work.wait()
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+        self.wait()
+        data = torch.frombuffer(bytearray(_dumps(value)), dtype=torch.uint8).to(self._device)
         size = torch.tensor([data.numel()], device=self._device)
         self._under_way = [(part, self._broadcast(part)) for part in (size, data)]
+
+    def wait(self) -> None:
+        """On the source: until it has been sent."""
+        for _, work in self._under_way:
+            work.wait()
 
     def receive(self) -> Any:
         """On the others."""
@@ -45,3 +50,25 @@ class Results:
     def _broadcast(self, part: Tensor) -> dist.Work:
         work: dist.Work = dist.broadcast(part, group=self._group, group_src=self._source, async_op=True)
         return work
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a tensor as its bytes: torch's own way is for files, and takes a hundred times as long for a number."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
+            return NotImplemented
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor_of, (data, value.dtype, tuple(value.shape))
+
+
+def _dumps(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
