@@ -281,6 +281,10 @@ class PipelineStep(EagerStep):
         """A forward of one microbatch. FSDP need not see its output: the schedule's end reduces what backwards left."""
         output: list[Any] = []
         self._as_root_forward(lambda: output.append(job()))
+        if self._root is not None and torch.is_grad_enabled():
+            # A step that calls self(batch) has ended the root's forward twice, and FSDP drops gathered parameters at
+            # the second. A backward for weights alone would not find them.
+            self._root.unshard()
         return output.pop()
 
     @contextmanager

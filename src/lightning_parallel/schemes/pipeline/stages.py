@@ -308,6 +308,8 @@ class StagedModule:
             if run.stage > 0:
                 args, kwargs = self._enter(run, args, kwargs)
                 run.on_enter()
+            return inner(*args, **kwargs)
+        args, kwargs = replace((args, kwargs), _received)  # autograd functions, FSDP's too, look past a ghost's class
         return inner(*args, **kwargs)
 
     def _call_again(self, block: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:

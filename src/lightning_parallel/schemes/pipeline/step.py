@@ -301,6 +301,8 @@ class Runner:
         if self.has_last and work.shared is None:
             self._send()
         shared = work.shared if self.has_last else self._results.receive()
+        if isinstance(shared, Failure) and self.has_last:
+            self._results.wait()  # before this process ends
         self._failures.raise_own(shared)
         output, notes, weights, factor, buffers = shared
         if not self.has_last:
