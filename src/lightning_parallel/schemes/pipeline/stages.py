@@ -346,13 +346,13 @@ class StagedModule:
     def _sent(self, slot: Slot, arguments: Any, stage: int) -> Tensor:
         value = dict(walk(arguments)).get(slot.path)
         if isinstance(value, Ghost):
-            value = value.received
+            origin, value = value.origin, value.received
             if value is None:
                 raise PlanError(
                     f"Stage {stage + 1} needs {shown(slot.path)} of its first block "
-                    f"({self.split.blocks[stage + 1][0]}), which stage {stage} neither computes nor receives. Values "
-                    "that skip a stage are not sent: use fewer stages, or boundaries= that keep both ends on "
-                    "neighbouring stages."
+                    f"({self.split.blocks[stage + 1][0]}), which stage {stage} neither computes nor receives: it "
+                    f"comes from {origin}. Values that skip a stage are not sent: use fewer stages, boundaries= that "
+                    "keep both ends on neighbouring stages, or roles (stem, head) for what is on a wrong one."
                 )
         if isinstance(value, Tensor) and value.is_nested:
             raise PlanError(
