@@ -29,6 +29,10 @@ _TICK = 0.25  # seconds between looks at processes that say nothing
 _CLEAN_UP_LIMIT = 60.0  # seconds; far more than it takes on a busy machine
 
 
+# A process group that something still refers to keeps three threads, which wake up again and again: hundreds slow all.
+_MOST_THREADS = 200
+
+
 class WorkerPool:
     """Runs a function on several ranks at once.
 
@@ -107,7 +111,7 @@ class WorkerPool:
         return [values[worker.rank] for worker in workers]
 
     def _start(self, world: int) -> list[WorkerProcess]:
-        if any(worker.has_ended for worker in self._workers):
+        if any(worker.has_ended or worker.num_threads > _MOST_THREADS for worker in self._workers):
             self._kill()
         target = max(world, self._size)
         try:

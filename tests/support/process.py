@@ -71,6 +71,12 @@ class WorkerProcess:
         self.send(message)
 
     @property
+    def num_threads(self) -> int:
+        """Of the process; 0 where the system does not tell."""
+        threads = Path(f"/proc/{self._process.pid}/task")
+        return len(list(threads.iterdir())) if threads.is_dir() else 0
+
+    @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,6 +168,8 @@ class GradientReducer:
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._next = 0
         self._running = self._queued = False
+        # A parameter's hooks are out of sight of Python's collector: one that held this would keep the model for ever.
+        self._hook = partial(_on_gradient, weakref.ref(self))
         self._follow()
 
     def _follow(self) -> None:
@@ -181,7 +185,7 @@ class GradientReducer:
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         for parameter in parameters:
             if parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the module (for weight averaging, say) is not trained and has nothing to reduce."""
@@ -259,6 +263,12 @@ class GradientReducer:
         agree = bool(((counts == 0) | (counts == self.size)).all())
         self._expected[self._trained], self._always = used, self._always or not agree
         return (counts > 0).tolist()
+
+
+def _on_gradient(reducer: weakref.ref[GradientReducer], parameter: nn.Parameter) -> None:
+    found = reducer()
+    if found is not None:
+        found._on_gradient(parameter)
 
 
 def _local(tensor: Tensor) -> Tensor:
