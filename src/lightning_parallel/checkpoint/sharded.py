@@ -113,13 +113,14 @@ def load_sharded(
     for name, stored in index.state_dict_metadata.items():
         if not optimizers and str(paths[name][0]).startswith(_OPTIMIZER):
             continue
-        if (ghost := _elsewhere(paths[name], own)) is not None:
+        like = _own_tensor(paths[name], own)
+        if like is not None and is_ghost(like):  # another pipeline stage reads it
             if paths[name][0] == "state_dict":
-                ghosts[name] = ghost  # load_state_dict wants every key
+                ghosts[name] = like  # load_state_dict wants every key
             continue
         targets[name] = None
         if isinstance(stored, TensorStorageMetadata):
-            targets[name] = _target(paths[name], stored.size, stored.properties.dtype, own)
+            targets[name] = _target(paths[name], stored.size, stored.properties.dtype, like)
     read_shards(path, index, targets, weights_only=weights_only)
     tree: dict[str, Any] = {}
     for name, value in (targets | ghosts).items():
@@ -154,17 +155,14 @@ def lay_out(checkpoint: Any, module: nn.Module) -> Any:
     return convert(checkpoint)
 
 
-def _elsewhere(path: Path, own: Mapping[str, Tensor]) -> Tensor | None:
-    """The ghost of what another pipeline stage is to read."""
+def _own_tensor(path: Path, own: Mapping[str, Tensor]) -> Tensor | None:
+    """What the module has where a stored value belongs."""
     names = (plain_name(str(part)) for part in path[1:])
-    like = next((own[name] for name in names if name in own), None)
-    return like if is_ghost(like) else None
+    return next((own[name] for name in names if name in own), None)
 
 
-def _target(path: Path, shape: torch.Size, dtype: torch.dtype, own: Mapping[str, Tensor]) -> Tensor:
+def _target(path: Path, shape: torch.Size, dtype: torch.dtype, like: Tensor | None) -> Tensor:
     """An empty tensor to read into."""
-    names = (plain_name(str(part)) for part in path[1:])
-    like = next((own[name] for name in names if name in own), None)
     sharded = None if like is None else like_parameter(like, key=path[-1], shape=shape, dtype=dtype)
     return torch.empty(shape, dtype=dtype) if sharded is None else sharded
 

@@ -106,7 +106,6 @@ class MeshStrategy(SavingStrategy):
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._weights_only = weights_only
         self._spec: ScheduleSpec | None = None
-        self._notes: StepNotes | None = None
         self._parallelized: weakref.ref[Module] | None = None
         self._random_is_synced = False
 
@@ -188,7 +187,7 @@ class MeshStrategy(SavingStrategy):
         assert self._spec is not None and result.staged is not None
         settings, spec, group = self._pipeline, self._spec, self.mesh.pp.get_group()
         last = dist.get_global_rank(group, spec.rank_of[spec.num_stages - 1])
-        self._notes = notes = StepNotes(module, group, last)
+        notes = StepNotes(module, group, last)
         wire = Wire(self.mesh.tp if result.is_split else None, self._sequence_parallel)
 
         def make_runner(run_as_root: Callable[[Callable[[], Any]], Any]) -> Runner:

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_parallel._torch import FAKE_ERRORS, fake_mode, tree_leaves, tree_map
 from lightning_parallel.errors import PlanError
@@ -333,9 +333,3 @@ def _stand_in(ghost: Ghost) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         shape, dtype, device = fake.shape, fake.dtype, fake.device
     return torch.empty((), dtype=dtype, device=device).expand(shape)
-
-
-def make_ghosts(owner: nn.Module, name: str, *, is_buffer: bool, origin: str, device: torch.device) -> None:
-    """Replace one parameter or buffer by its ghost."""
-    store: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
-    store[name] = ghost_like(store[name], origin, is_parameter=not is_buffer, device=device)
