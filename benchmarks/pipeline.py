@@ -1,6 +1,6 @@
 """What a pipelined step through the Trainer costs over the same torch schedule driven by hand, and its bubble.
 
-    python benchmarks/pipeline.py [--rounds 5] [--steps 4] [--case 1F1B …]
+    python benchmarks/pipeline.py [--rounds 5] [--steps 4] [--part 25] [--case 1F1B …]
 
 Four ranks, on any number of cores: blocks compute next to nothing and sleep, one part in forward, one in the backward
 of their input and one in that of their weight, which zero-bubble schedules run apart. So a step has an ideal time, that
@@ -22,6 +22,8 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -38,8 +40,8 @@ from lightning_parallel.schemes.pipeline.schedules import SCHEDULES, ScheduleSpe
 from lightning_parallel.schemes.pipeline.timeline import Timeline
 
 RANKS, BLOCKS, MICROBATCHES, DIM, STEPS_SKIPPED = 4, 8, 8, 16, 1
-PART = 0.005  # seconds
-IDEAL = MICROBATCHES * BLOCKS // RANKS * 3 * PART
+PARTS_A_STEP = MICROBATCHES * BLOCKS // RANKS * 3
+part = 0.025  # seconds
 
 
 class SleepForInput(torch.autograd.Function):
@@ -47,12 +49,12 @@ class SleepForInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(PART)
+        time.sleep(part)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(PART)
+        time.sleep(part)
         return grad
 
 
@@ -65,7 +67,7 @@ class SleepForWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(PART)
+        time.sleep(part)
         return grad
 
 
@@ -166,26 +168,40 @@ def formula(spec: ScheduleSpec) -> float:
     return bubble / (bubble + spec.microbatches * (f + b))
 
 
-def work(names: list[str], rounds: int, steps: int) -> None:
+@contextmanager
+def processes(store: dist.Store, turn: str) -> Iterator[None]:
+    """A process group of its own for each arm: threads of earlier ones would slow the later."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.PrefixStore(turn, store), rank=rank, world_size=size)
+    dist.barrier()
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def work(names: list[str], rounds: int, steps: int, part_ms: float) -> None:
     """One process."""
+    global part
+    part = part_ms / 1000
+    ideal = PARTS_A_STEP * part
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    store, rank, _ = next(dist.rendezvous("env://"))
     arms = {"Trainer": time_trainer, "by hand": time_by_hand}
-    if dist.get_rank() == 0:
-        print(HEADER.format(ranks=RANKS, microbatches=MICROBATCHES, ideal=1000 * IDEAL), flush=True)
+    if rank == 0:
+        print(HEADER.format(ranks=RANKS, microbatches=MICROBATCHES, ideal=1000 * ideal), flush=True)
     for name in names:
         spec = ScheduleSpec.of(name, RANKS, microbatches=MICROBATCHES)
         medians: dict[str, list[float]] = {arm: [] for arm in arms}
         for turn in range(rounds):
             for arm in list(arms)[:: 1 if turn % 2 else -1]:
-                dist.barrier()
-                medians[arm].append(statistics.median(arms[arm](spec, steps)))
-        planned = Timeline.plan(actions_of(spec, build_by_hand(spec)[1])).bubble_fraction
-        if dist.get_rank() == 0:
-            print(report(spec, medians, planned), flush=True)
-    dist.destroy_process_group()
+                with processes(store, f"{name}/{turn}/{arm}"):
+                    medians[arm].append(statistics.median(arms[arm](spec, steps)))
+        with processes(store, name):
+            planned = Timeline.plan(actions_of(spec, build_by_hand(spec)[1])).bubble_fraction
+        if rank == 0:
+            print(report(spec, medians, planned, ideal), flush=True)
 
 
 HEADER = """\
@@ -194,14 +210,14 @@ HEADER = """\
 schedule               ratio (quartiles)         Trainer   by hand    formula   table   Trainer   by hand"""
 
 
-def report(spec: ScheduleSpec, medians: dict[str, list[float]], planned: float) -> str:
+def report(spec: ScheduleSpec, medians: dict[str, list[float]], planned: float, ideal: float) -> str:
     ours, by_hand = (statistics.median(values) for values in medians.values())
     ratios = sorted(a / b for a, b in zip(*medians.values(), strict=True))
     low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
     return (
         f"{spec.name:<22} {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}) "
         f"{1000 * ours:>9.0f} {1000 * by_hand:>9.0f} {formula(spec):>10.1%} {planned:>7.1%} "
-        f"{1 - IDEAL / ours:>9.1%} {1 - IDEAL / by_hand:>9.1%}"
+        f"{1 - ideal / ours:>9.1%} {1 - ideal / by_hand:>9.1%}"
     )
 
 
@@ -209,14 +225,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--part", type=float, default=25, help="milliseconds of each sleep")
     parser.add_argument("--case", nargs="*", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.case, args.rounds, args.steps)
+        work(args.case, args.rounds, args.steps, args.part)
         return
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone", __file__]
-    command += ["--worker", f"--rounds={args.rounds}", f"--steps={args.steps}", "--case", *args.case]
+    command += ["--worker", f"--rounds={args.rounds}", f"--steps={args.steps}"]
+    command += [f"--part={args.part}", "--case", *args.case]
     subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR"))
 
 

@@ -6,7 +6,7 @@ Lightning offers no public hook for these, and its own distributed strategies us
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -72,6 +72,13 @@ def set_rank(rank: int) -> None:
 def evaluation_loops(trainer: pl.Trainer) -> list[Any]:
     """The loops that may run under inference mode."""
     return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+
+
+def set_sigterm_flag(trainer: pl.Trainer, flag: Callable[[], None]) -> None:
+    """What tells ranks of a SIGTERM, before each batch; older Lightning has nothing of the kind."""
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = flag  # type: ignore[method-assign]
 
 
 def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

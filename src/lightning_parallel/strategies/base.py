@@ -52,6 +52,7 @@ from lightning_parallel.strategies.pipelining import (
 from lightning_parallel.strategies.plain_callbacks import prepare_callbacks, shard_averages
 from lightning_parallel.strategies.ranks import DEFAULT_TIMEOUT
 from lightning_parallel.strategies.saving import SavingStrategy
+from lightning_parallel.strategies.sigterm import SigtermFlag
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class MeshStrategy(SavingStrategy):
         for loop in adapter.evaluation_loops(trainer):
             # A first forward of FSDP under inference mode breaks later training.
             loop.inference_mode = False
+        adapter.set_sigterm_flag(trainer, SigtermFlag(trainer, self.root_device))
         module = self.lightning_module
         if not self._is_parallel(module):
             self._parallelize(module)

@@ -36,18 +36,19 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._values = _watched(module)
+        self._values = dict(module.__dict__)
         self._lengths = {name: len(value) for name, value in self._values.items() if isinstance(value, list)}
 
     def take_back(self) -> Changes:
         """Undo what was changed since, and tell it."""
         changes, attributes = Changes(), self._module.__dict__
-        for name, value in _watched(self._module).items():
+        for name, value in list(attributes.items()):
             before = self._values.get(name, _ABSENT)
-            if value is before and isinstance(value, list) and len(value) > self._lengths[name]:
-                changes.appended[name] = [kept(item) for item in value[self._lengths[name] :]]
-                del value[self._lengths[name] :]
-            elif value is not before and not (isinstance(value, int | str) and value == before):
+            if value is before:
+                if isinstance(value, list) and not name.startswith("_") and len(value) > self._lengths[name]:
+                    changes.appended[name] = [kept(item) for item in value[self._lengths[name] :]]
+                    del value[self._lengths[name] :]
+            elif _is_watched(name, value) and not (isinstance(value, int | str) and value == before):
                 changes.assigned[name] = kept(value)
                 if before is _ABSENT:
                     del attributes[name]
@@ -83,12 +84,8 @@ def _are_counts(values: Sequence[Any], before: int, sizes: Sequence[int]) -> boo
     return added == list(sizes)
 
 
-def _watched(module: nn.Module) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and isinstance(value, (*_PLAIN, list)) and not isinstance(value, nn.Module)
-    }
+def _is_watched(name: str, value: Any) -> bool:
+    return not name.startswith("_") and isinstance(value, (*_PLAIN, list)) and not isinstance(value, nn.Module)
 
 
 def kept(value: Any) -> Any:

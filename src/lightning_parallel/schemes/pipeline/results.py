@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_TAG = 1  # what stages send each other has 0
+
 
 class Results:
     """Sends objects from one rank to all others without waiting for them.
 
     ``torch.distributed.broadcast_object_list`` waits: the sender could not begin the next step while others finish
-    theirs, and a zero-bubble schedule would have its bubble back.
+    theirs, and a zero-bubble schedule would have its bubble back. In a broadcast that does not wait, ranks still pass
+    it on to each other, each when it has ended its own step. So every rank is sent its own copy.
 
     Args:
         group: The ranks of one pipeline.
@@ -25,31 +28,37 @@ class Results:
 
     def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
         self._group, self._source, self._device = group, source, device
-        self._under_way: list[tuple[Tensor, dist.Work]] = []
+        self._under_way: list[dist.Work] = []
 
     def send(self, value: Any) -> None:
         """On the source. Tensors in ``value`` are on the host."""
         self.wait()
         data = torch.frombuffer(bytearray(_dumps(value)), dtype=torch.uint8).to(self._device)
         size = torch.tensor([data.numel()], device=self._device)
-        self._under_way = [(part, self._broadcast(part)) for part in (size, data)]
+        others = [rank for rank in range(self._group.size()) if rank != self._source]
+        self._under_way = [work for part in (size, data) for work in self._start(dist.isend, part, others)]
 
     def wait(self) -> None:
         """On the source: until it has been sent."""
-        for _, work in self._under_way:
+        for work in self._under_way:
             work.wait()
 
     def receive(self) -> Any:
         """On the others."""
-        size = torch.empty(1, dtype=torch.long, device=self._device)
-        self._broadcast(size).wait()
-        data = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
-        self._broadcast(data).wait()
+        size = self._received(torch.empty(1, dtype=torch.long, device=self._device))
+        data = self._received(torch.empty(int(size.item()), dtype=torch.uint8, device=self._device))
         return pickle.loads(data.cpu().numpy().tobytes())
 
-    def _broadcast(self, part: Tensor) -> dist.Work:
-        work: dist.Work = dist.broadcast(part, group=self._group, group_src=self._source, async_op=True)
-        return work
+    def _received(self, part: Tensor) -> Tensor:
+        for work in self._start(dist.irecv, part, [self._source]):
+            work.wait()
+        return part
+
+    def _start(self, kind: Any, part: Tensor, ranks: list[int]) -> list[dist.Work]:
+        works: list[dist.Work] = dist.batch_isend_irecv(
+            [dist.P2POp(kind, part, group=self._group, group_peer=rank, tag=_TAG) for rank in ranks]
+        )
+        return works
 
 
 class _Pickler(pickle.Pickler):
