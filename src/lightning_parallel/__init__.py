@@ -3,6 +3,7 @@
 from lightning_parallel.errors import ParallelConfigError as ParallelConfigError
 from lightning_parallel.errors import PlanError as PlanError
 from lightning_parallel.plan import ParallelPlan as ParallelPlan
+from lightning_parallel.strategies import ContextParallel as ContextParallel
 from lightning_parallel.strategies import DataParallel as DataParallel
 from lightning_parallel.strategies import FullyShardedDataParallel as FullyShardedDataParallel
 from lightning_parallel.strategies import HybridParallel as HybridParallel

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._ops import OpOverload
 
 # Shapes and dtypes of values that this rank does not compute, autocast included. torch.compile's own, not exported.
 from torch._subclasses.fake_tensor import (
@@ -36,33 +37,48 @@ from torch.distributed.tensor import DTensor
 # A packed projection (query, key and value in one matrix) is split part by part. The placement that says so is
 # not exported yet, though ``fully_shard`` itself produces it for FSDP × TP.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.attention import SDPBackend
 
 # Walks what a forward or a step takes and returns; the public torch.utils.pytree is another implementation, and newer.
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 __all__ = [
+    "CUDNN",
+    "CUDNN_BACKWARD",
+    "EFFICIENT",
+    "EFFICIENT_BACKWARD",
     "FAKE_ERRORS",
+    "FLASH",
+    "FLASH_BACKWARD",
     "HOST",
+    "HOST_FLASH",
+    "HOST_FLASH_BACKWARD",
     "PipelineAction",
     "PipelineScheduleRuntime",
     "PipelineStageBase",
     "StridedShard",
+    "all_gather_single",
     "all_ranks_reach",
+    "attention_backend",
     "fake_mode",
     "flatten_mesh",
+    "has_kernel",
     "install_rng_tracker",
     "plain_tensors_as_replicas",
     "queue_backward_callback",
     "reduce_fully_sharded",
+    "reduce_scatter_single",
     "shards_behind_url",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
 ]
 
 # Memory that files are read into and written from: the same on every machine, whatever trains there.
@@ -156,3 +172,32 @@ def reduce_fully_sharded(root: nn.Module) -> None:
         for group in groups:
             group.post_backward()
     state._root_post_backward_final_callback()
+
+
+# Names of torch 2.13; the old ones warn.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Fused attention with the log-sum-exp of each row, and its backward from that, which is what attention in blocks needs:
+# scaled_dot_product_attention neither returns nor takes one.
+HOST_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+HOST_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
+EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+
+
+def attention_backend(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, enable_gqa: bool
+) -> SDPBackend:
+    """The kernel that scaled_dot_product_attention would take for these tensors, ``sdpa_kernel`` respected."""
+    return SDPBackend(torch._fused_sdp_choice(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa))
+
+
+def has_kernel(operator: OpOverload, device: torch.device) -> bool:
+    """Whether an operator is written for a kind of device: there is no public way to ask."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))

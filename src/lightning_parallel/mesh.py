@@ -1,8 +1,9 @@
 """Sizes, ``"auto"``, and the named device mesh with the views that the rest asks for.
 
 A mesh has axes, a tensor has dims. Axes, outermost first: ``pp`` (stages), ``ddp`` (replicas), ``fsdp`` (shards),
-``tp``.
-The *data rank* counts over ``ddp × fsdp``: ranks that share one see the same samples.
+``cp`` (the sequence), ``tp``.
+The *data rank* counts over ``ddp × fsdp``: ranks that share one see the same samples. Gradients are averaged over
+``ddp × fsdp × cp``, and parameters are in shards over ``fsdp × cp``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_parallel._torch import flatten_mesh
 from lightning_parallel.errors import ParallelConfigError
 
-AXES = ("pp", "ddp", "fsdp", "tp")
+AXES = ("pp", "ddp", "fsdp", "cp", "tp")
 Size = int | Literal["auto"]
 
 
@@ -34,6 +35,7 @@ class MeshSizes:
     pp: Size = 1
     ddp: Size = 1
     fsdp: Size = 1
+    cp: Size = 1
     tp: Size = 1
 
     def __post_init__(self) -> None:
@@ -94,6 +96,7 @@ class ResolvedSizes:
     pp: int = 1
     ddp: int = 1
     fsdp: int = 1
+    cp: int = 1
     tp: int = 1
 
     def as_dict(self) -> dict[str, int]:
@@ -119,7 +122,7 @@ class ResolvedSizes:
 
     def data_rank(self, rank: int) -> int:
         """Position of ``rank`` among the data ranks."""
-        return rank // self.tp % self.data
+        return rank // (self.cp * self.tp) % self.data
 
     def __str__(self) -> str:
         return " × ".join(f"{axis}={size}" for axis, size in self.as_dict().items() if size > 1) or "one device"
@@ -137,6 +140,10 @@ class ParallelMesh:
             device_type, tuple(sizes.as_dict().values()), mesh_dim_names=AXES
         )
         self._data = flatten_mesh(self.device_mesh["ddp", "fsdp"], "data")
+        self._averaged = self._data
+        if sizes.cp > 1:
+            self._averaged = flatten_mesh(self.device_mesh["ddp", "fsdp", "cp"], "data_cp")
+            self._sharded = flatten_mesh(self.device_mesh["fsdp", "cp"], "fsdp_cp")
 
     @property
     def pp(self) -> DeviceMesh:
@@ -163,19 +170,31 @@ class ParallelMesh:
         return self.device_mesh["tp"]
 
     @property
+    def cp(self) -> DeviceMesh:
+        """The context axis, one-dimensional."""
+        return self.device_mesh["cp"]
+
+    @property
     def ddp(self) -> DeviceMesh:
         """The replica axis, one-dimensional."""
         return self.device_mesh["ddp"]
 
     @property
     def fully_shard(self) -> DeviceMesh:
-        """What ``fully_shard`` takes: ``(fsdp,)``, or ``(ddp, fsdp)`` for hybrid sharding (HSDP)."""
+        """What ``fully_shard`` takes: ``(fsdp,)``, or ``(ddp, fsdp)`` for hybrid sharding (HSDP); with ``cp`` in it."""
+        if self.sizes.cp > 1:
+            return self.device_mesh["ddp", "fsdp_cp"] if self.sizes.ddp > 1 else self._sharded
         return self.device_mesh["ddp", "fsdp"] if self.sizes.ddp > 1 else self.device_mesh["fsdp"]
 
     @property
     def data_group(self) -> dist.ProcessGroup:
         """Ranks that hold different samples: what logged values and metrics are reduced over."""
         return self._data.get_group()
+
+    @property
+    def averaged_group(self) -> dist.ProcessGroup:
+        """Ranks over which gradients are averaged: those of the data, and those of the sequence."""
+        return self._averaged.get_group()
 
     @property
     def data_rank(self) -> int:

@@ -15,6 +15,9 @@ from lightning_parallel.errors import ParallelConfigError, PlanError
 from lightning_parallel.materialize import Materializer, agree
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan, Role, repeated_blocks
+from lightning_parallel.schemes.context.apply import ContextSplit
+from lightning_parallel.schemes.context.operations import HANDLERS
+from lightning_parallel.schemes.context.rows import Context, Method
 from lightning_parallel.schemes.data import (
     FullyShardedOptions,
     GradientReducer,
@@ -41,6 +44,15 @@ class Recipe:
     find_unused_parameters: bool = False
     compile: bool | dict[str, Any] = False
     pipeline: PipelineOptions | None = None
+    context: ContextOptions | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextOptions:
+    """How a sequence is split; the strategy's docstring explains each."""
+
+    method: Method = "ring"
+    balanced: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +76,7 @@ class Parallelized:
         unsharded: The parameters that FSDP does not hold.
         reducer: Averages their gradients over the data ranks.
         staged: This rank's pipeline stages of the module.
+        context: The module's sequences over ``cp``.
         ties: Positions on the ``pp`` axis to the parameters that these ranks each have a copy of.
     """
 
@@ -74,13 +87,14 @@ class Parallelized:
     unsharded: list[nn.Parameter]
     reducer: GradientReducer | None
     staged: StagedModule | None = None
+    context: ContextSplit | None = None
     ties: dict[frozenset[int], list[nn.Parameter]] = field(default_factory=dict)
 
 
 def parallelize(
     module: nn.Module, mesh: ParallelMesh, recipe: Recipe, *, device: torch.device, seed: int
 ) -> Parallelized:
-    """Split into stages, materialise, split over ``tp``, compile, and shard or replicate ``module``, in place.
+    """Split into stages, materialise, split over ``tp`` and ``cp``, compile, and shard or replicate, in place.
 
     Args:
         module: The LightningModule; whole, on the host or on the meta device.
@@ -131,21 +145,27 @@ def parallelize(
             shard_unit(unit, mesh.fully_shard, options, is_root=unit is module)
     if split:
         split.install()
+    context = None
+    if mesh.sizes.cp > 1:
+        options_of = recipe.context or ContextOptions()
+        axis = Context(mesh.cp.get_group(), device, HANDLERS, options_of.method, options_of.balanced)
+        context = ContextSplit(module, names, axis, is_split=split is not None)
+        context.install()
     set_prefetch(blocks, recipe.fully_sharded.prefetch)
     reducer = None
     if (previous := module.__dict__.pop(_REDUCER, None)) is not None:  # of an earlier Trainer
         previous.remove()
     own = [p for p in module.parameters() if not is_ghost(p)]
     unsharded = [p for p in own if not is_sharded or cannot_be_sharded(p)]
-    if mesh.sizes.data > 1 and unsharded:
-        reducer = GradientReducer(unsharded, mesh.data_group, find_unused_parameters=recipe.find_unused_parameters)
+    if mesh.sizes.data * mesh.sizes.cp > 1 and unsharded:
+        reducer = GradientReducer(unsharded, mesh.averaged_group, find_unused_parameters=recipe.find_unused_parameters)
         module.__dict__[_REDUCER] = reducer
     keeps_whole = recipe.fully_sharded.optimizer_state_only
     ties = {}
     if staged and recipe.pipeline:
         staged.install()
         ties = staged.ties(recipe.pipeline.spec.rank_of)
-    return Parallelized(blocks, is_sharded, split is not None, keeps_whole, unsharded, reducer, staged, ties)
+    return Parallelized(blocks, is_sharded, split is not None, keeps_whole, unsharded, reducer, staged, context, ties)
 
 
 def stage_module(

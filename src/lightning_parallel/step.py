@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_parallel._torch import reduce_fully_sharded, tree_map
 from lightning_parallel.errors import ParallelConfigError, PlanError
 from lightning_parallel.recipe import Parallelized
+from lightning_parallel.schemes.context.shard import gathered
 from lightning_parallel.schemes.data import reduce_partial_gradients, sum_over
 from lightning_parallel.schemes.pipeline.ghost import is_ghost
 from lightning_parallel.schemes.pipeline.step import Outcome, Runner
@@ -90,15 +91,21 @@ class EagerStep:
 
     def _as_root_forward(self, job: Callable[[], Any]) -> Any:
         """Run ``job`` as the root's forward. It takes no tensor: FSDP would tie the end of backward to it."""
+        if context := self.parallelized.context:
+            context.begin_forward()
         if self._root is None:
             return job()
         self._job = job
         return getattr(self._root, _ROOT_FORWARD)()
 
     @contextmanager
-    def _rules(self) -> Iterator[None]:
+    def _rules(self, *, has_backward: bool = False) -> Iterator[None]:
         """What must hold while the module computes."""
-        with global_view() if self.parallelized.is_split else nullcontext():
+        context = self.parallelized.context
+        with (
+            global_view() if self.parallelized.is_split else nullcontext(),
+            context.running(has_backward=has_backward) if context else nullcontext(),
+        ):
             yield
 
     def run(
@@ -115,10 +122,8 @@ class EagerStep:
         """
         self._depth += 1
         try:
-            with self._rules():
-                weighting = TokenWeighting(self._token_group) if self._token_group else nullcontext()
-                with weighting:
-                    output = tree_map(plain, self._as_root_forward(partial(step, *args, **kwargs)))
+            with self._rules(), TokenWeighting(self._token_group) if self._token_group else nullcontext():
+                output = tree_map(plain, self._as_root_forward(partial(step, *args, **kwargs)))
         finally:
             self._depth -= 1
         if not keep_gathered or not _has_graph(output):
@@ -131,7 +136,7 @@ class EagerStep:
         reducer = self.parallelized.reducer
         if reducer:
             reducer.start()
-        with self._rules():
+        with self._rules(has_backward=True):
             yield
         if reducer:
             reducer.finish()
@@ -238,7 +243,7 @@ class PipelineStep(EagerStep):
         for parameter, _ in before:
             parameter.grad = None
         try:
-            with self._rules(), self._gathered():
+            with self._rules(has_backward=True), self._gathered():
                 if is_training:
                     scale = self._loss_scale()
                     outcome = self.runner.train(step, args, kwargs, scale)
@@ -380,7 +385,8 @@ class _Scale:
 
 
 def plain(value: Any) -> Any:
-    """A DTensor as the plain full tensor, the same on every ``tp`` rank; anything else as it is."""
+    """A DTensor, or a tensor in rows, as the plain full tensor, the same on every rank; anything else as it is."""
+    value = gathered(value)
     if isinstance(value, LazyShard):
         return value.full()
     if isinstance(value, DTensor):

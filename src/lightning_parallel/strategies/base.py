@@ -32,7 +32,7 @@ from lightning_parallel.materialize import describe
 from lightning_parallel.mesh import MeshSizes, ResolvedSizes, Size
 from lightning_parallel.plan import ParallelPlan, find_plan
 from lightning_parallel.precision import adapt_precision
-from lightning_parallel.recipe import Parallelized, PipelineOptions, Recipe, parallelize
+from lightning_parallel.recipe import ContextOptions, Parallelized, PipelineOptions, Recipe, parallelize
 from lightning_parallel.schemes.clipping import Stages
 from lightning_parallel.schemes.data import FullyShardedOptions
 from lightning_parallel.schemes.pipeline.ghost import ghosts_in_step
@@ -78,6 +78,7 @@ class MeshStrategy(SavingStrategy):
         sequence_parallel: bool = True,
         find_unused_parameters: bool = False,
         pipeline: dict[str, Any] | None = None,
+        context: ContextOptions | None = None,
         compile: bool | dict[str, Any] = False,
         token_weighted_loss: bool = False,
         error_if_nonfinite: bool = False,
@@ -102,6 +103,7 @@ class MeshStrategy(SavingStrategy):
         self._sequence_parallel = sequence_parallel
         self._find_unused_parameters = find_unused_parameters
         self._pipeline = PipelineSettings(**(pipeline or {}))
+        self._context = context
         self._compile = compile
         self._token_weighted_loss = token_weighted_loss
         self._save_distributed_checkpoint = save_distributed_checkpoint
@@ -175,6 +177,7 @@ class MeshStrategy(SavingStrategy):
             find_unused_parameters=self._find_unused_parameters or not module.automatic_optimization,
             compile=self._compile,
             pipeline=pipeline,
+            context=self._context,
         )
         seed = self.broadcast(torch.initial_seed() % 2**63)
         result = parallelize(module, self.mesh, recipe, device=self.root_device, seed=seed)
@@ -190,7 +193,11 @@ class MeshStrategy(SavingStrategy):
         settings, spec, group = self._pipeline, self._spec, self.mesh.pp.get_group()
         last = dist.get_global_rank(group, spec.rank_of[spec.num_stages - 1])
         notes = StepNotes(module, group, last)
-        wire = Wire(self.mesh.tp if result.is_split else None, self._sequence_parallel)
+        wire = Wire(
+            self.mesh.tp if result.is_split else None,
+            self._sequence_parallel,
+            result.context.context if result.context else None,
+        )
 
         def make_runner(run_as_root: Callable[[Callable[[], Any]], Any]) -> Runner:
             assert result.staged is not None

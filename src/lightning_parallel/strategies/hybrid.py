@@ -9,6 +9,7 @@ from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.mesh import MeshSizes, Size
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.base import MeshStrategy
+from lightning_parallel.strategies.context import ContextParallel
 from lightning_parallel.strategies.data import DataParallel
 from lightning_parallel.strategies.fully_sharded import FullyShardedDataParallel
 from lightning_parallel.strategies.pipeline import PipelineParallel
@@ -17,7 +18,7 @@ from lightning_parallel.strategies.tensor import TensorParallel
 
 
 class HybridParallel(MeshStrategy):
-    """Pipeline × replicas × shards × tensor parallel on one device mesh, for an unchanged LightningModule.
+    """Pipeline × replicas × shards × context × tensor parallel on one device mesh, for an unchanged LightningModule.
 
     Each axis takes a size, ``"auto"`` (at most one: the devices left over), or the scheme's own strategy object with
     its options.
@@ -26,6 +27,7 @@ class HybridParallel(MeshStrategy):
         ddp: Replicas: each holds a whole copy (of its shards) and gradients are averaged.
         fsdp: Shards of parameters, gradients and optimizer state. With ``ddp`` this is hybrid sharding (HSDP).
         pp: Pipeline parallel: the layers split into stages, each batch into microbatches.
+        cp: Context parallel: the ranks of one such group share a sample and split its sequence.
         tp: Tensor parallel: the ranks of one such group share a sample and split each layer.
         plan: Glob of module name to role, or a ``ParallelPlan``. Default: the module's ``parallel_plan()``, else what a
             Hugging Face model publishes.
@@ -49,6 +51,7 @@ class HybridParallel(MeshStrategy):
         ddp: int | Literal["auto"] | DataParallel = 1,
         fsdp: int | Literal["auto"] | FullyShardedDataParallel = "auto",
         tp: int | Literal["auto"] | TensorParallel = 1,
+        cp: int | Literal["auto"] | ContextParallel = 1,
         pp: int | Literal["auto"] | PipelineParallel = 1,
         plan: dict[str, str] | ParallelPlan | None = None,
         compile: bool | dict[str, Any] = False,
@@ -59,7 +62,7 @@ class HybridParallel(MeshStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
-        sizes = {"pp": _size(pp), "ddp": _size(ddp), "fsdp": _size(fsdp), "tp": _size(tp)}
+        sizes = {"pp": _size(pp), "ddp": _size(ddp), "fsdp": _size(fsdp), "cp": _size(cp), "tp": _size(tp)}
         others = [size for axis, size in sizes.items() if axis != "fsdp"]
         if fsdp == "auto" and "auto" in others:
             sizes["fsdp"] = 1  # the default gives way to an axis that asks for the rest
@@ -67,6 +70,7 @@ class HybridParallel(MeshStrategy):
         for axis, given, kind in (
             ("ddp", ddp, DataParallel),
             ("fsdp", fsdp, FullyShardedDataParallel),
+            ("cp", cp, ContextParallel),
             ("tp", tp, TensorParallel),
             ("pp", pp, PipelineParallel),
         ):
@@ -75,8 +79,8 @@ class HybridParallel(MeshStrategy):
                 options |= given.options
             elif isinstance(given, MeshStrategy):
                 raise ParallelConfigError(f"{axis}={type(given).__name__}(…): this axis takes a {kind.__name__}.")
-        for part in (tp, pp):
-            if plan is None and isinstance(part, TensorParallel | PipelineParallel):
+        for part in (tp, cp, pp):
+            if plan is None and isinstance(part, TensorParallel | ContextParallel | PipelineParallel):
                 plan = part.requested_plan
         super().__init__(
             MeshSizes(**sizes),

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_parallel.schemes.context.shard import gathered
 from lightning_parallel.schemes.pipeline.ghost import is_ghost
 from lightning_parallel.schemes.pipeline.microbatches import merge_outputs
 
@@ -93,7 +94,7 @@ def kept(value: Any) -> Any:
     if is_ghost(value):
         return None
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return gathered(value).detach().clone()
     if isinstance(value, dict):
         return {key: kept(item) for key, item in value.items()}
     if type(value) in (tuple, list):

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
+_ATTENTION = F.scaled_dot_product_attention  # context parallelism replaces the name during a backward
 _RESHAPES = frozenset(
     {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten}
 )
@@ -34,7 +35,7 @@ class GlobalView(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _any_dtensor(args) and not _any_dtensor(kwargs.values()):
             return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
+        if func is _ATTENTION:
             return _attention(*args, **kwargs)
         if func in _RESHAPES:
             return _reshape(func, args, kwargs)
