@@ -92,7 +92,9 @@ def unseen_training(training: Training) -> Record:
         return train(training)
 
 
-@pytest.mark.parametrize("arch", ["GPT2", "GPTNeoX", "Gemma3Text", "Mistral", "Phi", "Olmo2", "Cohere", "Granite"])
+@pytest.mark.parametrize(
+    "arch", ["GPT2", "GPTNeoX", "Gemma3Text", "Mistral", "Phi", "Olmo2", "Cohere", "Granite", "Gemma2", "GptOss"]
+)
 def test_hugging_face_families(pool: WorkerPool, arch: str) -> None:
     assert_same_training(
         pool, HuggingFaceLM, ("ContextParallel", {}), world=2, model_kwargs={"arch": arch}, optimizer="sgd"

@@ -22,6 +22,8 @@ DDP: Spec = ("DataParallel", {})
 FSDP: Spec = ("FullyShardedDataParallel", {})
 TP: Spec = ("TensorParallel", {"plan": dict(NANOGPT_PLAN)})
 DDP_TP: Spec = ("HybridParallel", {"ddp": 2, "fsdp": 1, "tp": 2, "plan": dict(NANOGPT_PLAN)})
+CP: Spec = ("ContextParallel", {})
+FSDP_CP: Spec = ("HybridParallel", {"fsdp": 2, "cp": 2})
 FSDP_TP: Spec = ("HybridParallel", {"fsdp": 2, "tp": 2, "plan": dict(NANOGPT_PLAN)})
 
 

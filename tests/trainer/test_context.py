@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+from lightning_parallel import ParallelConfigError
 from lightning_parallel.schemes.context.operations import HANDLERS
 from lightning_parallel.schemes.context.random import own_numbers
 from lightning_parallel.schemes.context.rows import Context
@@ -155,6 +157,39 @@ def test_validation_samples_and_prediction(pool: WorkerPool, strategy: Spec) -> 
         assert seen["sampled"] == expected["sampled"]
         assert seen["kinds"] == {"Tensor"}
         torch.testing.assert_close(seen["predicted"], expected["predicted"], atol=1e-4, rtol=1e-4)
+
+
+class Watching(Stack):
+    """Looks at what a layer inside a block gets."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        hook = self.layers[0].qkv.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        loss = super().training_step(batch, batch_idx)
+        hook.remove()
+        tokens = batch[0]
+        strategy, length = self.trainer.strategy, tokens.size(1)
+        whole = F.embedding(tokens, self.embed.weight)
+        *_, rows = seen  # the first ones are of the proof
+        assert torch.equal(strategy.gather_sequence(rows, length), whole)
+        positions = strategy.sequence_positions(length)
+        count = int((positions > 0).sum()) + (strategy.cluster_environment.global_rank() == 0)
+        assert torch.equal(rows[:, :count], whole[:, positions[:count]])
+        with pytest.raises(ParallelConfigError, match="gather_sequence: 3 rows"):
+            strategy.gather_sequence(rows[:, :3], length)
+        return loss
+
+
+def watch() -> None:
+    seed()
+    module = Watching()
+    make_trainer(RING, use_distributed_sampler=False).fit(
+        module, datamodule=GlobalBatches(module, count=8, batch=4, seq=11)
+    )
+
+
+def test_rows_for_user_code_in_blocks(pool: WorkerPool) -> None:
+    pool.run(watch, world=2)
 
 
 def is_restored(fails: bool) -> tuple[Any, ...]:

@@ -20,7 +20,8 @@ from tests.trainer.common import make_trainer, rank
 PLAN = {"layer": "colwise", "out": "rowwise"}
 DDP_TP: Spec = ("HybridParallel", {"ddp": 2, "fsdp": 1, "tp": 2, "plan": PLAN})
 FSDP_TP: Spec = ("HybridParallel", {"fsdp": 2, "tp": 2, "plan": PLAN})
-on_both = pytest.mark.parametrize("strategy", [DDP_TP, FSDP_TP], ids=["ddp-tp", "fsdp-tp"])
+DDP_CP: Spec = ("HybridParallel", {"ddp": 2, "fsdp": 1, "cp": 2, "plan": {"layer": "block"}})
+on_both = pytest.mark.parametrize("strategy", [DDP_TP, FSDP_TP, DDP_CP], ids=["ddp-tp", "fsdp-tp", "ddp-cp"])
 
 
 class Sees(LightningModule):

@@ -12,8 +12,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.support.models import VOCAB, NanoGPT
 from tests.support.pool import WorkerPool
-from tests.support.specs import Spec
-from tests.trainer.common import DDP_TP, FSDP, FSDP_TP, Data, MemoryLogger, make_trainer, seed
+from tests.support.specs import Spec, describe
+from tests.trainer.common import DDP_TP, FSDP, FSDP_CP, FSDP_TP, Data, MemoryLogger, make_trainer, seed
 
 
 class Measured(NanoGPT):
@@ -79,9 +79,7 @@ def measure(strategy: Spec | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world"), [(FSDP, 2), (DDP_TP, 4), (FSDP_TP, 4)], ids=["fsdp", "ddp-tp", "fsdp-tp"]
-)
+@pytest.mark.parametrize(("strategy", "world"), [(FSDP, 2), (DDP_TP, 4), (FSDP_TP, 4), (FSDP_CP, 4)], ids=describe)
 def test_each_sample_counts_once(pool: WorkerPool, strategy: Spec, world: int) -> None:
     # trl#7100, Lightning#5060, #5257: 24 samples of training, 7 of evaluation, 8 tokens each.
     [expected] = pool.run_once(measure, None, world=1)

@@ -11,7 +11,7 @@ from tests.support.models import NanoGPT
 from tests.support.parity import Tolerance, assert_same_training
 from tests.support.pool import WorkerPool
 from tests.support.specs import Spec, describe
-from tests.trainer.common import DDP, DDP_TP, FSDP, FSDP_TP
+from tests.trainer.common import CP, DDP, DDP_TP, FSDP, FSDP_CP, FSDP_TP
 from tests.trainer.models import (
     ByHand,
     FreezesEmbeddings,
@@ -27,7 +27,7 @@ from tests.trainer.models import (
 LATER = Tolerance(later=10)
 on_data_axes = pytest.mark.parametrize(("strategy", "world"), [(DDP, 2), (FSDP, 2)], ids=describe)
 on_all_axes = pytest.mark.parametrize(
-    ("strategy", "world"), [(DDP, 2), (FSDP, 2), (DDP_TP, 4), (FSDP_TP, 4)], ids=describe
+    ("strategy", "world"), [(DDP, 2), (FSDP, 2), (DDP_TP, 4), (FSDP_TP, 4), (CP, 2), (FSDP_CP, 4)], ids=describe
 )
 
 

@@ -13,8 +13,10 @@ from tests.support.models import NANOGPT_PLAN, NanoGPT
 from tests.support.pool import WorkerPool
 from tests.support.specs import Spec
 from tests.trainer.common import (
+    CP,
     DDP,
     FSDP,
+    FSDP_CP,
     FSDP_TP,
     Data,
     largest_difference,
@@ -75,9 +77,11 @@ def run_in_order(strategy: Spec | None, order: str, folder: str) -> dict[str, An
         (TP_FILE, 2, "vfvtpf"),
         (HSDP, 4, "pvf"),
         (FSDP_TP, 4, "vftpf"),
+        (CP, 2, "vftpf"),
+        (FSDP_CP, 4, "tpf"),
         (one_file(FSDP_TP), 4, "tpf"),
     ],
-    ids=["ddp", "fsdp", "fsdp-file", "offloaded", "tp-file", "hsdp", "fsdp-tp", "fsdp-tp-file"],
+    ids=["ddp", "fsdp", "fsdp-file", "offloaded", "tp-file", "hsdp", "fsdp-tp", "cp", "fsdp-cp", "fsdp-tp-file"],
 )
 def test_any_order(pool: WorkerPool, tmp_path: Path, strategy: Spec, world: int, order: str) -> None:
     # Lightning#18971; pytorch#149205: an evaluation first must not leave the optimizer with old parameters.

@@ -13,9 +13,11 @@ from torch import Tensor
 from tests.support.models import NanoGPT, OptimizerOptions
 from tests.support.parity import Tolerance, assert_same_training
 from tests.support.pool import WorkerPool
-from tests.support.specs import Spec
+from tests.support.specs import Spec, describe
 from tests.support.training import Arrays
-from tests.trainer.common import DDP, FSDP, FSDP_TP, Data, largest_difference, make_trainer, seed, weights
+from tests.trainer.common import CP, DDP, FSDP, FSDP_CP, FSDP_TP, Data, largest_difference, make_trainer, seed, weights
+
+MESHES = [(DDP, 2), (FSDP, 2), (FSDP_TP, 4), (CP, 2), (FSDP_CP, 4)]
 
 # bfloat16 keeps 8 bits: one rounding is up to 2**-8 = 0.4 %. Sums over ranks add a few of them, in another order than
 # one device does. A wrong scale, a missing reduction or a lost sample is off by 30 % and more.
@@ -23,7 +25,7 @@ NOISE = Tolerance(loss=0.01, gradient=0.06, later=2.0, floor=0.05, norm=0.03, we
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize(("strategy", "world"), [(DDP, 2), (FSDP, 2), (FSDP_TP, 4)], ids=["ddp", "fsdp", "fsdp-tp"])
+@pytest.mark.parametrize(("strategy", "world"), MESHES, ids=describe)
 def test_precisions(pool: WorkerPool, strategy: Spec, world: int, precision: str) -> None:
     exact = Tolerance(loss=1e-12, gradient=1e-11, norm=1e-12, weight=1e-10)
     assert_same_training(
@@ -62,7 +64,7 @@ def overflow(strategy: Spec) -> dict[str, Any]:
     return {"weights": [*module.seen, weights(module)], "scale": plugin.scaler.get_scale()}
 
 
-@pytest.mark.parametrize(("strategy", "world"), [(DDP, 2), (FSDP, 2), (FSDP_TP, 4)], ids=["ddp", "fsdp", "fsdp-tp"])
+@pytest.mark.parametrize(("strategy", "world"), MESHES, ids=describe)
 def test_all_ranks_skip_the_step_on_which_one_overflows(pool: WorkerPool, strategy: Spec, world: int) -> None:
     # torchtitan#803, Lightning#19902.
     for seen in pool.run(overflow, strategy, world=world):
@@ -84,7 +86,7 @@ def raise_on_nan(strategy: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     return {"weights": [*module.seen, weights(module)]}
 
 
-@pytest.mark.parametrize(("strategy", "world"), [(DDP, 2), (FSDP, 2), (FSDP_TP, 4)], ids=["ddp", "fsdp", "fsdp-tp"])
+@pytest.mark.parametrize(("strategy", "world"), MESHES, ids=describe)
 def test_all_ranks_raise_on_nan_before_the_step(pool: WorkerPool, strategy: Spec, world: int) -> None:
     # Lightning#21928.
     for seen in pool.run(raise_on_nan, strategy, world=world):

@@ -52,12 +52,13 @@ from lightning_parallel.strategies.pipelining import (
 from lightning_parallel.strategies.plain_callbacks import prepare_callbacks, shard_averages
 from lightning_parallel.strategies.ranks import DEFAULT_TIMEOUT
 from lightning_parallel.strategies.saving import SavingStrategy
+from lightning_parallel.strategies.sequence import SequenceHelpers
 from lightning_parallel.strategies.sigterm import SigtermFlag
 
 log = logging.getLogger(__name__)
 
 
-class MeshStrategy(SavingStrategy):
+class MeshStrategy(SequenceHelpers, SavingStrategy):
     """Trains an unchanged LightningModule on a mesh. Use one of the public strategies, which give it its sizes.
 
     Attributes:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_parallel._torch import tree_map
 from lightning_parallel.errors import PlanError
 from lightning_parallel.schemes.context.blocks import Blocks
-from lightning_parallel.schemes.context.redirect import Registered
+from lightning_parallel.schemes.context.registry import Registered
 from lightning_parallel.schemes.context.rows import Context
 from lightning_parallel.schemes.context.shard import SequenceShard, gathered, shards_in
 from lightning_parallel.schemes.pipeline.ghost import is_ghost
@@ -45,7 +45,7 @@ class ContextSplit:
             for child in module.modules()
             if hasattr(getattr(child, "config", None), "_attn_implementation")
         }
-        self._registered = Registered([*configs.values()], context)
+        self._registered = Registered([*configs.values()])
 
     def install(self) -> None:
         """Take over the calls of the blocks, of embeddings, and of what tensor parallelism has taken over."""

@@ -22,11 +22,15 @@ def cast_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def cast_mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask with four dims; an additive one in the dtype of the query under autocast."""
+    """The mask with four dims; an additive one in the dtype of the query under autocast, and in no lesser one else.
+
+    The host's kernel takes a float32 mask of four dims beside a float64 query, and reads it as float64 (torch 2.13).
+    """
     if mask is None:
         return None
-    if mask.is_floating_point() and torch.is_autocast_enabled(query.device.type):
-        mask = mask.to(query.dtype)
+    if mask.is_floating_point():
+        autocast = torch.is_autocast_enabled(query.device.type)
+        mask = mask.to(query.dtype if autocast else torch.promote_types(mask.dtype, query.dtype))
     return mask[(None,) * (4 - mask.dim())]
 
 

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.errors import PlanError
 from lightning_parallel.schemes.context.attention import attend
-from lightning_parallel.schemes.context.rows import Context, Rows
+from lightning_parallel.schemes.context.rows import Rows
+from lightning_parallel.schemes.context.weighed import both, weighed_attention
 
 # As they are before `Recomputation` puts something in their place.
 _ATTENTION, _MULTI_HEAD = F.scaled_dot_product_attention, F.multi_head_attention_forward
@@ -41,6 +42,8 @@ class AttentionOverRanks(TorchFunctionMode):
             return self.attention(*args, **(kwargs or {}))
         if func is _MULTI_HEAD:
             return self.multi_head(*args, **(kwargs or {}))
+        if func is weighed_attention:
+            return self._weighed(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def attention(
@@ -92,6 +95,21 @@ class AttentionOverRanks(TorchFunctionMode):
             f"tokens, {rows.num_local} of them on each context rank. Inside a block a mask cannot be built for all "
             "tokens: pass is_causal=True, build it outside of the blocks and hand it on, or use cp=1."
         )
+
+    def _weighed(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, **options: Any
+    ) -> Tensor:
+        """Keys and values are gathered, and each rank has the weights of its own rows."""
+        rows = self._rows
+        if query.size(-2) != rows.num_local or key.size(-2) != rows.num_local or isinstance(query, DTensor):
+            raise PlanError(f"{self._name}: attention with a soft cap or sinks, over a cache or split by tp. Use cp=1.")
+        mask = self._whole_mask(mask)
+        if mask is not None and mask.ndim > 1 and mask.size(-2) == rows.size:
+            mask = rows.take(mask, -2)
+        if is_causal:
+            seen = rows.own[:, None] >= torch.arange(rows.size, device=query.device)
+            mask = seen if mask is None else both(mask, seen)
+        return weighed_attention(query, rows.gather(key, -2), rows.gather(value, -2), mask, is_causal=False, **options)
 
     def _to_others(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
@@ -236,70 +254,3 @@ class Recomputation:
             return getattr(reached, name)(*args, **kwargs) if reached else function(*args, **kwargs)
         finally:
             self._reached = reached
-
-
-class Registered:
-    """Hugging Face models call attention by a name in a registry: while a step runs, by ours.
-
-    Args:
-        configs: Of the models.
-        context: The axis.
-    """
-
-    KEY = "lightning_parallel"
-
-    def __init__(self, configs: list[Any], context: Context) -> None:
-        self._configs = configs
-        self._saved: list[tuple[Any, str, Any]] = []
-        self._depth = 0
-
-    def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth > 1 or not self._configs:
-            return
-        import sys
-
-        sys.modules["transformers.modeling_utils"].AttentionInterface.register(self.KEY, _registered_attention)
-        masks = sys.modules["transformers.masking_utils"]
-        masks.AttentionMaskInterface.register(self.KEY, masks.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-        for config in self._configs:
-            for name, value in (("_attn_implementation", self.KEY), ("use_cache", False)):
-                if hasattr(config, name):
-                    self._saved.append((config, name, getattr(config, name)))
-                    setattr(config, name, value)
-
-    def __exit__(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
-        while self._saved:
-            config, name, value = self._saved.pop()
-            setattr(config, name, value)
-
-
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "sinks")
-
-
-def _registered_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """What a Hugging Face layer calls, query (batch, heads, rows, head_dim); returns (batch, rows, heads, head_dim)."""
-    for name in _UNKNOWN:
-        if kwargs.get(name) is not None:
-            raise PlanError(
-                f"{type(module).__name__}: attention with {name}, which cp does not know how to exchange. Use cp=1."
-            )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    out = F.scaled_dot_product_attention(
-        query, key, value, attention_mask, dropout, causal and attention_mask is None, scale=scaling,
-        enable_gqa=query.size(1) != key.size(1),
-    )  # fmt: skip
-    return out.transpose(1, 2).contiguous(), None
