@@ -140,4 +140,4 @@ def fit_by_command_line() -> list[int]:
 
 
 def test_fit_by_command_line(pool: WorkerPool) -> None:
-    assert pool.run(fit_by_command_line) == [[2, 1, 1, 4, 1]] * 4
+    assert pool.run(fit_by_command_line) == [[2, 1, 1, 4, 1, 1]] * 4

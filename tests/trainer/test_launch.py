@@ -114,7 +114,7 @@ def test_torchrun_on_two_nodes(launched: Launched) -> None:
 def _assert_two_ranks_trained(zero: dict[str, Any], one: dict[str, Any]) -> None:
     assert zero["world"] == one["world"] == 2
     assert zero["steps"] == one["steps"] == 4
-    assert zero["mesh"] == one["mesh"] == {"pp": 1, "ddp": 1, "fsdp": 2, "tp": 1}
+    assert zero["mesh"] == one["mesh"] == {"pp": 1, "ddp": 1, "fsdp": 2, "cp": 1, "tp": 1}
     assert zero["weights"] == one["weights"]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_parallel import (
+    ContextParallel,
     DataParallel,
     FullyShardedDataParallel,
     HybridParallel,
@@ -22,7 +23,7 @@ from lightning_parallel.mesh import MeshSizes, ParallelMesh, ResolvedSizes, divi
 from tests.support.fake import fake_world
 from tests.support.meshes import factorisations
 
-AXES = ("pp", "ddp", "fsdp", "tp")
+AXES = ("pp", "ddp", "fsdp", "cp", "tp")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,8 @@ def test_divisors() -> None:
         (lambda: DataParallel(), (8, 1, 1)),
         (lambda: FullyShardedDataParallel(8), (1, 8, 1)),
         (lambda: TensorParallel(), (1, 1, 8)),
+        (lambda: HybridParallel(cp=ContextParallel(2), tp=2), (1, 2, 2)),
+        (lambda: ContextParallel(), (1, 1, 1)),
     ],
 )
 def test_strategies_turn_arguments_into_sizes(strategy: Any, expected: tuple[int, int, int]) -> None:
@@ -136,6 +139,7 @@ def test_strategies_turn_arguments_into_sizes(strategy: Any, expected: tuple[int
         ({"fsdp": 0}, "fsdp=0: a size is a positive integer"),
         ({"tp": FullyShardedDataParallel(2)}, r"tp=FullyShardedDataParallel\(…\): this axis takes a TensorParallel"),
         ({"fsdp": HybridParallel()}, r"fsdp=HybridParallel\(…\): this axis takes a FullyShardedDataParallel"),
+        ({"cp": TensorParallel()}, r"cp=TensorParallel\(…\): this axis takes a ContextParallel"),
         ({"pp": TensorParallel()}, r"pp=TensorParallel\(…\): this axis takes a PipelineParallel"),
         ({"pp": PipelineParallel("auto"), "tp": "auto"}, 'pp="auto" and tp="auto"'),
         ({"ddp": TensorParallel()}, r"ddp=TensorParallel\(…\): this axis takes a DataParallel"),
@@ -155,7 +159,7 @@ def test_coordinates_count_tp_fastest(sizes: dict[str, int]) -> None:
     for rank in range(8):
         where = resolved.coordinates(rank)
         data = where["ddp"] * sizes["fsdp"] + where["fsdp"]
-        assert rank == (where["pp"] * resolved.data + data) * sizes["tp"] + where["tp"]
+        assert rank == ((where["pp"] * resolved.data + data) * sizes["cp"] + where["cp"]) * sizes["tp"] + where["tp"]
         assert resolved.data_rank(rank) == data
         assert all(0 <= where[axis] < sizes[axis] for axis in AXES)
 
@@ -170,7 +174,7 @@ def test_the_views_of_rank_5_of_8() -> None:
     with fake_world(5, 8):
         mesh = ParallelMesh("cpu", ResolvedSizes(ddp=2, fsdp=2, tp=2))
         assert mesh.device_mesh.mesh_dim_names == AXES
-        assert mesh.device_mesh.get_coordinate() == (0, 1, 0, 1)
+        assert mesh.device_mesh.get_coordinate() == (0, 1, 0, 0, 1)
         assert dist.get_process_group_ranks(mesh.tp.get_group()) == [4, 5]
         assert dist.get_process_group_ranks(mesh.ddp.get_group()) == [1, 5]
         assert mesh.fully_shard.mesh_dim_names == ("ddp", "fsdp")
@@ -198,10 +202,18 @@ def test_views_agree_with_coordinates_on_every_mesh_of_8(sizes: dict[str, int]) 
         assert dict(zip(AXES, mesh.device_mesh.get_coordinate() or (), strict=True)) == here
         assert mesh.data_rank == resolved.data_rank(5)
         peers = [
-            rank for rank in range(8) if all(resolved.coordinates(rank)[axis] == here[axis] for axis in ("pp", "tp"))
+            rank
+            for rank in range(8)
+            if all(resolved.coordinates(rank)[axis] == here[axis] for axis in ("pp", "cp", "tp"))
         ]
         assert dist.get_process_group_ranks(mesh.data_group) == peers
-        assert mesh.fully_shard.mesh_dim_names == (("ddp", "fsdp") if sizes["ddp"] > 1 else ("fsdp",))
+        averaged = [
+            rank for rank in range(8) if all(resolved.coordinates(rank)[axis] == here[axis] for axis in ("pp", "tp"))
+        ]
+        assert dist.get_process_group_ranks(mesh.averaged_group) == averaged
+        shards = "fsdp_cp" if sizes["cp"] > 1 else "fsdp"
+        assert mesh.fully_shard.mesh_dim_names == (("ddp", shards) if sizes["ddp"] > 1 else (shards,))
+        assert mesh.fully_shard[shards].size() == sizes["fsdp"] * sizes["cp"]
 
 
 @pytest.mark.parametrize(("ddp", "fsdp", "tp"), [(1, 1024, 1), (1, 1, 1024), (8, 16, 8), (4, 32, 8), (1024, 1, 1)])
