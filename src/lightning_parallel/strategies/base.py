@@ -53,7 +53,6 @@ from lightning_parallel.strategies.plain_callbacks import prepare_callbacks, sha
 from lightning_parallel.strategies.ranks import DEFAULT_TIMEOUT
 from lightning_parallel.strategies.saving import SavingStrategy
 from lightning_parallel.strategies.sequence import SequenceHelpers
-from lightning_parallel.strategies.sigterm import SigtermFlag
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +141,7 @@ class MeshStrategy(SequenceHelpers, SavingStrategy):
         for loop in adapter.evaluation_loops(trainer):
             # A first forward of FSDP under inference mode breaks later training.
             loop.inference_mode = False
-        adapter.set_sigterm_flag(trainer, SigtermFlag(trainer, self.root_device))
+        self._watch_sigterm(trainer)
         module = self.lightning_module
         if not self._is_parallel(module):
             self._parallelize(module)

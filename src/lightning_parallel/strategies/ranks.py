@@ -24,6 +24,7 @@ from lightning_parallel.mesh import MeshSizes, ParallelMesh, ResolvedSizes
 from lightning_parallel.strategies.launching import ScriptLauncher, watch_rank_zero
 from lightning_parallel.strategies.lockstep import DataRanks, PeerCheck, gather_over
 from lightning_parallel.strategies.samplers import sampler_kwargs
+from lightning_parallel.strategies.sigterm import SigtermFlag
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class RankStrategy(ParallelStrategy):
         self._trainer: pl.Trainer | None = None
         self._accelerator_in_use: Accelerator | None = None
         self._is_in_use = False
+        self._sigterm_flag: SigtermFlag | None = None
 
     @property
     @override
@@ -169,6 +171,16 @@ class RankStrategy(ParallelStrategy):
             )
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         return self._requested.resolve(world)
+
+    def _watch_sigterm(self, trainer: pl.Trainer) -> None:
+        self._sigterm_flag = SigtermFlag(trainer, self.root_device)
+        adapter.set_sigterm_flag(trainer, self._sigterm_flag)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._sigterm_flag is not None:
+            self._sigterm_flag.wait()  # a rank that ends first would leave the others' without a peer
 
     # --- what ranks say to each other ---------------------------------------------------------------------------
 

@@ -31,11 +31,16 @@ class SigtermFlag:
         Raises:
             SIGTERMException: Rank 0 had been asked to end, one batch ago.
         """
-        if self._sent is not None:
-            flag, work = self._sent
-            work.wait()
-            if flag.item():
-                dist.barrier()
-                raise SIGTERMException
+        if (flag := self.wait()) is not None and flag.item():
+            dist.barrier()
+            raise SIGTERMException
         flag = torch.tensor([int(self._trainer.received_sigterm)], device=self._device)
         self._sent = flag, dist.broadcast(flag, src=0, async_op=True)
+
+    def wait(self) -> Tensor | None:
+        """For the flag that was sent last, if there is one."""
+        if self._sent is None:
+            return None
+        (flag, work), self._sent = self._sent, None
+        work.wait()
+        return flag
