@@ -174,3 +174,17 @@ def average_of(callback: WeightAveraging) -> AveragedModel | None:
 def device_of_average(callback: WeightAveraging) -> torch.device | None:
     """Where the user wants the average, if they said so."""
     return None if callback._device is None else torch.device(callback._device)
+
+
+# What the loop tells its profiler around the wait for a batch; nothing else says how long it was.
+WAIT_FOR_BATCH = "[_TrainingEpochLoop].train_dataloader_next"
+
+
+def should_log(trainer: pl.Trainer) -> bool:
+    """Whether ``log_every_n_steps`` has come round, as for what a module logs."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def logged_step(trainer: pl.Trainer) -> int:
+    """The step that Lightning gives loggers: one a batch that stepped, whatever the number of optimizers."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._ops import OpOverload
+
+# Operations as a dispatch mode sees them; types that torch.ops hands out under no public name.
+from torch._ops import OpOverload, OpOverloadPacket
 
 # Shapes and dtypes of values that this rank does not compute, autocast included. torch.compile's own, not exported.
 from torch._subclasses.fake_tensor import (
@@ -39,6 +41,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.attention import SDPBackend
 
+# Sees every operation of a forward; torch documents it, in a module with an underscore.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 # Walks what a forward or a step takes and returns; the public torch.utils.pytree is another implementation, and newer.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -56,17 +61,24 @@ __all__ = [
     "HOST",
     "HOST_FLASH",
     "HOST_FLASH_BACKWARD",
+    "FakeTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
     "PipelineAction",
     "PipelineScheduleRuntime",
     "PipelineStageBase",
     "StridedShard",
+    "TorchDispatchMode",
     "all_gather_single",
     "all_ranks_reach",
     "attention_backend",
     "fake_mode",
     "flatten_mesh",
+    "function_modes",
     "has_kernel",
     "install_rng_tracker",
+    "is_in_backward",
+    "operation_counter",
     "plain_tensors_as_replicas",
     "queue_backward_callback",
     "reduce_fully_sharded",
@@ -201,3 +213,42 @@ def has_kernel(operator: OpOverload, device: torch.device) -> bool:
     """Whether an operator is written for a kind of device: there is no public way to ask."""
     key = torch._C._dispatch_key_for_device(device.type)
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))
+
+
+def operation_counter(see: Callable[[str, int | None, dict[str, Any]], None]) -> AbstractContextManager[Any]:
+    """Calls ``see(name, flops, arguments)`` for each operation: torch's own FLOPs, ``None`` where it has no formula.
+
+    torch's public counter has one number a module for all of them, forward, backward and recomputation together; the
+    method replaced here is where it adds them up.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Counter(FlopCounterMode):
+        def __init__(self) -> None:
+            super().__init__(display=False)
+            self.mod_tracker = nullcontext()  # type: ignore[assignment]  # its hooks are confused by recomputation
+
+        def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+            formula = self.flop_registry.get(func_packet)
+            flops = None
+            if formula is not None:
+                with suppress(AssertionError, ValueError):  # shapes that the formula does not know
+                    flops = int(formula(*args, **kwargs, out_val=out))
+            schema = getattr(getattr(func_packet, "default", None), "_schema", None)
+            names = [argument.name for argument in schema.arguments] if schema else []
+            see(str(func_packet), flops, {**dict(zip(names, args, strict=False)), **kwargs})
+            return out
+
+    return Counter()
+
+
+def is_in_backward() -> bool:
+    """Whether a backward runs on this thread: what computes with gradients on in there is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def function_modes() -> list[Any]:
+    """The modes that see calls of torch's functions now, outermost first: a recomputation has to enter them again."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    return _get_current_function_mode_stack()
