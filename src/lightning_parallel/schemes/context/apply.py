@@ -59,25 +59,26 @@ class ContextSplit:
             elif id(child) in inside:
                 continue
             elif isinstance(child, nn.Embedding):
-                _take_over(child, self._embed)
+                _take_over(child, partial(self._embed, child))
             elif self._is_split and any(p is not None for p in child._parameters.values()):
                 _take_over(child, self._by_rows)
 
-    def _embed(self, inner: Callable[..., Any], ids: Tensor) -> Any:
-        """Only this rank's rows of ids (…, sequence) are looked up."""
+    def _embed(self, embedding: nn.Embedding, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Ids (…, sequence) become rows: only those are looked up, unless a subclass makes something of all of them."""
+        ids = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(ids, Tensor) or is_ghost(ids) or any(map(is_ghost, embedding._parameters.values())):
+            return inner(*args, **kwargs)
+        looks_up = type(embedding).forward is nn.Embedding.forward
         if isinstance(ids, SequenceShard):
-            return ids.like(inner(ids.local)) if not self._is_ghostly(inner, ids) else inner(gathered(ids))
-        if is_ghost(ids) or ids.ndim == 0 or ids.size(-1) < 2:
+            return ids.like(inner(ids.local)) if looks_up else inner(gathered(ids))
+        if ids.ndim == 0 or ids.size(-1) < 2:
             return inner(ids)
-        rows = self.context.rows(ids.size(-1))
-        if self._is_ghostly(inner, ids):
-            return inner(ids)
-        return SequenceShard(inner(rows.take(ids, -1)), rows, ids.ndim - 1)
-
-    @staticmethod
-    def _is_ghostly(inner: Any, ids: Tensor) -> bool:
-        owner = getattr(inner, "__self__", None)
-        return owner is not None and any(is_ghost(p) for p in owner._parameters.values())
+        rows, dim = self.context.rows(ids.size(-1)), ids.ndim - 1
+        if looks_up:
+            return SequenceShard(inner(rows.take(ids, -1)), rows, dim)
+        found = inner(ids)
+        is_one_each = isinstance(found, Tensor) and found.shape[: ids.ndim] == ids.shape
+        return SequenceShard(rows.take(found, dim), rows, dim) if is_one_each else found
 
     def _by_rows(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A layer outside of the blocks that tensor parallelism runs: it gets rows as plain tensors."""

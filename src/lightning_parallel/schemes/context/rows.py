@@ -173,14 +173,14 @@ class Rows:
         found = rows.new_zeros((few, *rows.shape[1:]))
         found[own[held].to(found.device)] = rows[held.to(rows.device)]
         dist.all_reduce(found, group=self.context.group)
-        return found.movedim(0, dim)
+        return found.movedim(0, dim).contiguous()
 
     def collect(self, local: Tensor, dim: int) -> Tensor:
         """As `gather`, without a graph."""
         local = local.movedim(dim, 0).contiguous()
         everyone = local.new_empty((self.context.size, *local.shape))
         dist.all_gather([*everyone.unbind()], local, group=self.context.group)
-        return everyone.flatten(0, 1).index_select(0, self._order).movedim(0, dim)
+        return everyone.flatten(0, 1).index_select(0, self._order).movedim(0, dim).contiguous()  # user code calls view
 
     def spread(self, full: Tensor, dim: int) -> Tensor:
         """Of the sum of ``full`` over the ranks, this rank's rows: the transpose of `collect`."""
@@ -191,7 +191,7 @@ class Rows:
         parts = rows.unflatten(0, (self.context.size, -1)).contiguous()
         own = torch.empty_like(parts[0])
         dist.reduce_scatter(own, [*parts.unbind()], group=self.context.group)
-        return own.movedim(0, dim)
+        return own.movedim(0, dim).contiguous()
 
 
 class _Gather(torch.autograd.Function):
