@@ -251,4 +251,5 @@ def function_modes() -> list[Any]:
     """The modes that see calls of torch's functions now, outermost first: a recomputation has to enter them again."""
     from torch.overrides import _get_current_function_mode_stack
 
-    return _get_current_function_mode_stack()
+    modes: list[Any] = _get_current_function_mode_stack()
+    return modes
