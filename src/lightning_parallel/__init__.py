@@ -1,5 +1,6 @@
 """Train an ordinary LightningModule on an n-dimensional device mesh."""
 
+from lightning_parallel.callbacks import ActivationCheckpointing as ActivationCheckpointing
 from lightning_parallel.callbacks import MFUMonitor as MFUMonitor
 from lightning_parallel.errors import ParallelConfigError as ParallelConfigError
 from lightning_parallel.errors import PlanError as PlanError

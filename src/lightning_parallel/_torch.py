@@ -43,6 +43,7 @@ from torch.nn.attention import SDPBackend
 
 # Sees every operation of a forward; torch documents it, in a module with an underscore.
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 # Walks what a forward or a step takes and returns; the public torch.utils.pytree is another implementation, and newer.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -78,6 +79,8 @@ __all__ = [
     "has_kernel",
     "install_rng_tracker",
     "is_in_backward",
+    "local_of",
+    "memory_of",
     "operation_counter",
     "plain_tensors_as_replicas",
     "queue_backward_callback",
@@ -91,6 +94,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "without_dispatch_modes",
 ]
 
 # Memory that files are read into and written from: the same on every machine, whatever trains there.
@@ -253,3 +257,21 @@ def function_modes() -> list[Any]:
 
     modes: list[Any] = _get_current_function_mode_stack()
     return modes
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Which memory a tensor has on this rank, and its bytes. ``to_local`` of a DTensor would be an operation."""
+    local, _ = local_of(tensor)
+    try:
+        storage = local.untyped_storage()
+        return storage._cdata, storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+        return id(local), local.numel() * local.element_size()
+
+
+def local_of(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """What a tensor is on this rank, and what makes a DTensor like it of another such part."""
+    if not isinstance(tensor, DTensor):
+        return tensor, lambda local: local
+    spec = tensor._spec
+    return tensor._local_tensor, lambda local: DTensor(local, spec, requires_grad=False)

@@ -15,6 +15,7 @@ from lightning_parallel.errors import ParallelConfigError, PlanError
 from lightning_parallel.materialize import Materializer, agree
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan, Role, repeated_blocks
+from lightning_parallel.schemes.checkpointing.apply import Checkpointing
 from lightning_parallel.schemes.context.apply import ContextSplit
 from lightning_parallel.schemes.context.operations import HANDLERS
 from lightning_parallel.schemes.context.rows import Context, Method
@@ -45,6 +46,7 @@ class Recipe:
     compile: bool | dict[str, Any] = False
     pipeline: PipelineOptions | None = None
     context: ContextOptions | None = None
+    checkpointing: Checkpointing | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +96,7 @@ class Parallelized:
 def parallelize(
     module: nn.Module, mesh: ParallelMesh, recipe: Recipe, *, device: torch.device, seed: int
 ) -> Parallelized:
-    """Split into stages, materialise, split over ``tp`` and ``cp``, compile, and shard or replicate, in place.
+    """Split into stages, materialise, split over ``tp`` and ``cp``, checkpoint, compile, and shard or replicate.
 
     Args:
         module: The LightningModule; whole, on the host or on the meta device.
@@ -145,6 +147,8 @@ def parallelize(
             shard_unit(unit, mesh.fully_shard, options, is_root=unit is module)
     if split:
         split.install()
+    if recipe.checkpointing:  # outside of tp's forwards; torch.compile traces it at a block's first call
+        recipe.checkpointing.install(module, names)
     context = None
     if mesh.sizes.cp > 1:
         options_of = recipe.context or ContextOptions()

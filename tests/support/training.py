@@ -36,16 +36,16 @@ class Training:
     """
 
     model: Callable[..., LightningModule]
-    model_kwargs: Mapping[str, Any]
-    strategy: Spec | None
-    steps: int
-    batch: int
-    seq: int
-    accumulate: int
-    clip_val: float | None
-    clip_algorithm: str
-    precision: str
-    trainer_kwargs: Mapping[str, Any]
+    strategy: Spec | None = None
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 3
+    batch: int = 8
+    seq: int = 16
+    accumulate: int = 1
+    clip_val: float | None = None
+    clip_algorithm: str = "norm"
+    precision: str = "32-true"
+    trainer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 1234
     seed_apart: bool = False
 

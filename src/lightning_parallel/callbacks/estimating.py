@@ -33,6 +33,7 @@ from lightning_parallel.flops.formulas import (
     transformer_sizes,
 )
 from lightning_parallel.flops.operations import Causal
+from lightning_parallel.schemes.checkpointing.apply import checkpointing_of, take_out
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Estimator:
                 self._per_token = matmul_flops_per_token(module)
                 dtype = _TRUE_PRECISIONS.get(str(trainer.precision))
                 self._copy = fake_copy(module, trainer.strategy.root_device, dtype)
+                take_out(self._copy)
             except Exception as error:  # anything may be in a user's module
                 log.debug("MFUMonitor cannot copy %s: %r", type(module).__name__, error)
 
@@ -108,7 +110,10 @@ class Estimator:
 
     def refresh(self, module: nn.Module) -> None:
         """Count anew where another part is frozen, or checkpointed, than when it was counted."""
+        checkpointing = checkpointing_of(module)
         state = (
+            checkpointing,
+            checkpointing and checkpointing.plan,
             *(parameter.requires_grad for parameter in module.parameters()),
             *(name for name, child in module.named_modules() if is_checkpointed(child)),
         )
@@ -120,6 +125,9 @@ class Estimator:
         if self._copy is not None and not self._counts_real_steps:
             try:
                 follow(self._copy, module, self._checkpointed)
+                take_out(self._copy)
+                if (checkpointing := checkpointing_of(module)) is not None:
+                    checkpointing.put_into_copy(self._copy)
                 with quiet(self._copy, trainer), isolate_rng(include_cuda=False), _no_traces():
                     step = _step(self._copy, trainer, batch_idx)
                     counted = count_step(self._copy, step, batch, causal=self._causal)

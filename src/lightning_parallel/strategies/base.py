@@ -178,6 +178,7 @@ class MeshStrategy(SequenceHelpers, SavingStrategy):
             compile=self._compile,
             pipeline=pipeline,
             context=self._context,
+            checkpointing=self.activation_checkpointing,
         )
         seed = self.broadcast(torch.initial_seed() % 2**63)
         result = parallelize(module, self.mesh, recipe, device=self.root_device, seed=seed)

@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_parallel import _lightning as adapter
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.mesh import MeshSizes, ParallelMesh, ResolvedSizes
+from lightning_parallel.schemes.checkpointing.apply import Checkpointing
 from lightning_parallel.strategies.launching import ScriptLauncher, watch_rank_zero
 from lightning_parallel.strategies.lockstep import DataRanks, PeerCheck, gather_over
 from lightning_parallel.strategies.samplers import sampler_kwargs
@@ -38,7 +39,12 @@ class RankStrategy(ParallelStrategy):
         sizes: Of the axes.
         process_group_backend: Backend of the default process group; by default the device's.
         timeout: Of collectives.
+
+    Attributes:
+        activation_checkpointing: What the callback of that name wants done to the module.
     """
+
+    activation_checkpointing: Checkpointing | None = None
 
     def __init__(self, sizes: MeshSizes, *, process_group_backend: str | None, timeout: timedelta | None) -> None:
         super().__init__()
