@@ -73,6 +73,7 @@ __all__ = [
     "all_gather_single",
     "all_ranks_reach",
     "attention_backend",
+    "default_generator",
     "fake_mode",
     "flatten_mesh",
     "function_modes",
@@ -275,3 +276,9 @@ def local_of(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         return tensor, lambda local: local
     spec = tensor._spec
     return tensor._local_tensor, lambda local: DTensor(local, spec, requires_grad=False)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that modules on ``device`` draw from."""
+    generators = getattr(torch.get_device_module(device), "default_generators", None)
+    return generators[device.index or 0] if generators else torch.default_generator

@@ -22,6 +22,16 @@ def _seconds() -> float:
     return float(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout.splitlines()[-1])
 
 
+def test_names_are_loaded_when_they_are_asked_for() -> None:
+    program = (
+        "import lightning_parallel as lp, sys; before = set(sys.modules); assert 'HybridParallel' in dir(lp); "
+        "assert 'lightning_parallel.strategies' not in before; lp.HybridParallel(); "
+        "print('lightning_parallel.strategies' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True)
+    assert shown.stdout.splitlines()[-1] == "True"
+
+
 def test_importing_it_after_lightning_is_quick() -> None:
     """Seconds of the process, which other work on the machine does not lengthen much; the best of three."""
     attempts: list[float] = []

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_parallel._torch import (
     OpOverload,
     TorchDispatchMode,
+    default_generator,
     memory_of,
     tree_leaves,
     tree_map,
@@ -26,7 +27,6 @@ from lightning_parallel._torch import (
 )
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.schemes.checkpointing.offloading import OnHost
-from lightning_parallel.schemes.tensor.random import default_generator
 
 # An operation of a region: what, and the how manieth of them.
 Key = tuple[Any, int]

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from lightning_parallel._torch import OpOverload, memory_of, without_dispatch_modes
+from lightning_parallel._torch import OpOverload, default_generator, memory_of, without_dispatch_modes
 from lightning_parallel.flops.peaks import is_accelerator
 from lightning_parallel.schemes.checkpointing.keeping import Counting, Decide, Key, Store, is_fresh, tensors_in
-from lightning_parallel.schemes.tensor.random import default_generator
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from lightning_parallel._torch import StridedShard
+from lightning_parallel._torch import StridedShard, default_generator
 
 
 class SplitStreams:
@@ -60,12 +60,6 @@ class SplitStreams:
             yield
         finally:
             self.leave()
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that modules on ``device`` draw from."""
-    generators = getattr(torch.get_device_module(device), "default_generators", None)
-    return generators[device.index or 0] if generators else torch.default_generator
 
 
 def _draw_seed(generator: torch.Generator) -> int:

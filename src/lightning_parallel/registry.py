@@ -1,0 +1,35 @@
+"""Names of the strategies for ``Trainer(strategy="hybrid_parallel")``: Lightning has no entry point for them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+_NAMES = {
+    "context_parallel": "ContextParallel",
+    "data_parallel": "DataParallel",
+    "fully_sharded_data_parallel": "FullyShardedDataParallel",
+    "hybrid_parallel": "HybridParallel",
+    "pipeline_parallel": "PipelineParallel",
+    "tensor_parallel": "TensorParallel",
+}
+
+
+class _Maker:
+    """Makes a strategy, which is loaded then."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, **arguments: Any) -> Strategy:
+        strategy: Strategy = getattr(import_module("lightning_parallel.strategies"), self.__name__)(**arguments)
+        return strategy
+
+
+def register() -> None:
+    """Make the names known."""
+    for name, strategy in _NAMES.items():
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, _Maker(strategy), description=f"lightning_parallel.{strategy}")
