@@ -36,7 +36,13 @@ from lightning_parallel.schemes.context.layout import Layout
 
 RANKS, BATCH, HEADS, KV_HEADS, DIM = 4, 1, 8, 4, 64
 # Name to (is_causal, width of a sliding window or None).
-CASES: dict[str, tuple[bool, int | None]] = {"causal": (True, None), "full": (False, None), "window": (True, 1024)}
+CASES: dict[str, tuple[bool, int | None]] = {
+    "causal": (True, None),
+    "full": (False, None),
+    "window": (True, 1024),
+    "packed": (True, None),
+}
+PACKED = (0.4, 0.02, 0.1, 0.05, 0.25, 0.18)  # documents, in parts of the length
 Arm = Callable[[], None]
 
 
@@ -52,11 +58,23 @@ def random_rows(rows: int, heads: int) -> Tensor:
     return torch.randn(BATCH, heads, rows, DIM, device=device(), dtype=dtype, requires_grad=True)
 
 
-def ours(method: str, length: int, *, balanced: bool, causal: bool, window: int | None) -> Arm:
-    layout = Layout(length, RANKS, balanced)
+def ours(
+    method: str,
+    length: int,
+    *,
+    balanced: bool,
+    causal: bool,
+    window: int | None,
+    documents: tuple[int, ...] = (),
+    by_document: bool = False,
+) -> Arm:
+    layout = Layout(length, RANKS, balanced, documents if by_document else ())
     q, k, v = (random_rows(layout.num_local, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
     i = torch.arange(length, device=device())
     mask = None if window is None else i.unsqueeze(-1) - i < window
+    if documents:
+        which = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents)).to(device())
+        mask = which.unsqueeze(-1) == which
 
     def step() -> None:
         out = attend(
@@ -91,7 +109,17 @@ def arms(case: str, length: int) -> dict[str, Arm]:
         for method in ("ring", "allgather", "ulysses")
         for balanced in (True, False)
     }
-    if device().type != "cpu" and window is None:
+    if case == "packed":
+        parts = [round(part * length) for part in PACKED[1:]]
+        options["documents"] = (length - sum(parts), *parts)
+        found = {
+            f"{method} {'by document' if by else 'of the whole'}": ours(
+                method, length, balanced=True, by_document=by, **options
+            )
+            for method in ("ring", "allgather", "ulysses")
+            for by in (True, False)
+        }
+    elif device().type != "cpu" and window is None:
         found["torch's context_parallel"] = torchs(length, causal=causal)
     return found
 

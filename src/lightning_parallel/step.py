@@ -99,12 +99,12 @@ class EagerStep:
         return getattr(self._root, _ROOT_FORWARD)()
 
     @contextmanager
-    def _rules(self, *, has_backward: bool = False) -> Iterator[None]:
-        """What must hold while the module computes."""
+    def _rules(self, batch: Any = None, *, has_backward: bool = False) -> Iterator[None]:
+        """What must hold while the module computes, on a new batch or still on the last."""
         context = self.parallelized.context
         with (
             global_view() if self.parallelized.is_split else nullcontext(),
-            context.running(has_backward=has_backward) if context else nullcontext(),
+            context.running(has_backward=has_backward, batch=batch) if context else nullcontext(),
         ):
             yield
 
@@ -122,7 +122,7 @@ class EagerStep:
         """
         self._depth += 1
         try:
-            with self._rules(), TokenWeighting(self._token_group) if self._token_group else nullcontext():
+            with self._rules((args, kwargs)), TokenWeighting(self._token_group) if self._token_group else nullcontext():
                 output = tree_map(plain, self._as_root_forward(partial(step, *args, **kwargs)))
         finally:
             self._depth -= 1
@@ -243,7 +243,7 @@ class PipelineStep(EagerStep):
         for parameter, _ in before:
             parameter.grad = None
         try:
-            with self._rules(has_backward=True), self._gathered():
+            with self._rules((args, kwargs), has_backward=True), self._gathered():
                 if is_training:
                     scale = self._loss_scale()
                     outcome = self.runner.train(step, args, kwargs, scale)

@@ -169,18 +169,26 @@ def initialise() -> int:
     return dist.get_world_size()
 
 
-def compare(
-    cases: list[Case], methods: tuple[str, ...], balanced: tuple[bool, ...] = (True, False)
-) -> dict[Any, float]:
+LAYOUTS = ("balanced", "plain", "documents")
+
+
+def make_layout(kind: str, length: int, world: int) -> Layout:
+    """Documents of 15 tokens, which are none that a mask tells."""
+    sizes = (15,) * (length // 15)
+    documents = (*sizes, length - sum(sizes)) if kind == "documents" else ()
+    return Layout(length, world, kind != "plain", tuple(filter(None, documents)))
+
+
+def compare(cases: list[Case], methods: tuple[str, ...], layouts: tuple[str, ...] = LAYOUTS) -> dict[Any, float]:
     """Runs on every rank: the error of each case, method and layout."""
     world, errors = initialise(), {}
     for case in cases:
         wanted = case.reference()
-        for method, balance in product(methods, balanced):
-            if method == "ulysses" and case.heads % world:
+        for method, kind in product(methods, layouts):
+            if (method == "ulysses" and case.heads % world) or (kind == "documents" and case.length < 16):
                 continue
-            layout = Layout(case.length, world, balance)
-            errors[case, method, balance] = attend_and_compare(case, wanted, method, layout)
+            layout = make_layout(kind, case.length, world)
+            errors[case, method, kind] = attend_and_compare(case, wanted, method, layout)
     return errors
 
 
@@ -228,9 +236,9 @@ def test_bf16_is_as_close_as_one_device(pool: WorkerPool) -> None:
         assert 1e-4 < error <= BF16, where
 
 
-def see_too_little(layout: Layout, rank: int, source: int, *, causal: bool, masked: bool) -> Any:
+def see_too_little(layout: Layout, rank: int, source: int, **options: Any) -> Any:
     """The wrong rule for the keys of one rank: of the last one's, the first rank sees nothing."""
-    return None if (rank, source) == (0, layout.size - 1) else PIECE(layout, rank, source, causal=causal, masked=masked)
+    return [] if (rank, source) == (0, layout.size - 1) else CANDIDATES(layout, rank, source, **options)
 
 
 def forget_the_weights(self: engine.RunningSoftmax, rows: slice, out: Tensor, lse: Tensor) -> None:
@@ -238,10 +246,10 @@ def forget_the_weights(self: engine.RunningSoftmax, rows: slice, out: Tensor, ls
     FOLD(self, rows, out, torch.zeros_like(lse))
 
 
-PIECE, FOLD = pieces._piece, engine.RunningSoftmax.fold
+CANDIDATES, FOLD = pieces._candidates, engine.RunningSoftmax.fold
 BREAKS: Mapping[str, Any] = {
     "nothing": nullcontext(),
-    "causal rule": patch.object(pieces, "_piece", see_too_little),
+    "causal rule": patch.object(pieces, "_candidates", see_too_little),
     "merge": patch.object(engine.RunningSoftmax, "fold", forget_the_weights),
 }
 
@@ -249,7 +257,7 @@ BREAKS: Mapping[str, Any] = {
 def compare_broken(name: str, case: Case, method: str) -> dict[Any, float]:
     """As `compare`, with something of the engine replaced. Runs on every rank."""
     with BREAKS[name]:
-        return compare([case], (method,), balanced=(True,))
+        return compare([case], (method,), layouts=("balanced",))
 
 
 @pytest.mark.parametrize("method", ["ring", "allgather"])

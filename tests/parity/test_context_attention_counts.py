@@ -48,9 +48,16 @@ def inputs(layout: Layout, kv_heads: int = HEADS, value_dim: int = DIM) -> list[
     return [torch.randn(BATCH, heads, layout.num_local, dim, requires_grad=True) for heads, dim in shapes]
 
 
-def count_pairs(method: str, length: int, balanced: bool, causal: bool, mask: Tensor | None = None) -> tuple[int, int]:
+def count_pairs(
+    method: str,
+    length: int,
+    balanced: bool,
+    causal: bool,
+    mask: Tensor | None = None,
+    documents: tuple[int, ...] = (),
+) -> tuple[int, int]:
     """Runs on every rank."""
-    layout = Layout(length, initialise(), balanced)
+    layout = Layout(length, initialise(), balanced, documents)
     with Pairs() as pairs:
         out = attend(
             *inputs(layout), layout=layout, group=dist.group.WORLD, method=method, is_causal=causal, attn_mask=mask
@@ -76,6 +83,37 @@ def test_blocks_that_a_mask_hides_are_not_computed(pool: WorkerPool) -> None:
     documents = torch.arange(64) // 16  # one to a rank
     ranks = pool.run(count_pairs, "ring", 64, False, False, documents.unsqueeze(-1) == documents)
     assert ranks == [(BATCH * HEADS * 16 * 16,) * 2] * 4
+
+
+# Lengths as packing leaves them: few divide by twice the ranks.
+DOCUMENTS = (301, 64, 150, 33, 97, 208, 11, 160)
+
+
+def packed_mask(documents: tuple[int, ...]) -> Tensor:
+    """Causal within each document, as Hugging Face makes it of positions that begin anew."""
+    which = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
+    return (which.unsqueeze(-1) == which).tril()
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+def test_packed_documents_are_balanced_each(pool: WorkerPool, method: str) -> None:
+    """Every rank computes as much but for what does not divide, and all together no more than one device."""
+    length, mask = sum(DOCUMENTS), packed_mask(DOCUMENTS)
+    needed = BATCH * HEADS * sum(n * (n + 1) // 2 for n in DOCUMENTS)
+    by_document = pool.run(count_pairs, method, length, True, False, mask, DOCUMENTS)
+    pairs = [forward for forward, _ in by_document]
+    assert [backward for _, backward in by_document] == pairs
+    assert sum(pairs) == needed
+    assert max(pairs) / (needed / 4) < 1.005
+    # Head and tail of the whole compute more together, and one rank more than others.
+    whole = [forward for forward, _ in pool.run(count_pairs, method, length, True, False, mask)]
+    assert max(whole) / (sum(whole) / 4) > 1.05
+    assert sum(whole) > 1.5 * needed
+
+
+def test_a_mask_that_is_causal_is_computed_as_that(pool: WorkerPool) -> None:
+    ranks = pool.run(count_pairs, "ring", 64, True, False, torch.ones(64, 64, dtype=torch.bool).tril())
+    assert ranks == [(BATCH * HEADS * 64 * 65 // 8,) * 2] * 4
 
 
 def test_padding_is_not_computed(pool: WorkerPool) -> None:

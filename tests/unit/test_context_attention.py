@@ -57,9 +57,8 @@ def seen_by(layout: Layout, rank: int, *, causal: bool, mask: Tensor | None) -> 
     """Pairs of positions that the pieces of ``rank`` compute; each at most once."""
     count = torch.zeros(layout.length, layout.length, dtype=torch.long)
     rows = layout.positions(rank)
-    for source, piece in enumerate(pieces(layout, rank, causal=causal, mask=mask)):
-        if piece is None:
-            continue
+    found = pieces(layout, rank, causal=causal, mask=mask)
+    for source, piece in ((source, piece) for source, each in enumerate(found) for piece in each):
         assert piece.rows.stop <= layout.num_valid(rank) and piece.cols.stop <= layout.num_valid(source), "padding"
         here = torch.ones(piece.rows.stop - piece.rows.start, piece.cols.stop - piece.cols.start).bool()
         if piece.masked:
@@ -72,16 +71,19 @@ def seen_by(layout: Layout, rank: int, *, causal: bool, mask: Tensor | None) -> 
     return count.bool()
 
 
-@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("kind", ["balanced", "plain", "documents"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_pieces_are_what_is_seen_and_no_more(size: int, causal: bool, balanced: bool) -> None:
+def test_pieces_are_what_is_seen_and_no_more(size: int, causal: bool, kind: str) -> None:
     for length in LENGTHS:
         i = torch.arange(length)
         window = ((i.unsqueeze(-1) - i).abs() < 4).view(1, 1, length, length)
         everything = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-        for mask in (None, window, everything, ~everything):
-            layout = Layout(length, size, balanced)
+        packed = (length // 2, length - length // 2) if kind == "documents" and length > 1 else ()
+        which = i >= length // 2
+        apart = (which.unsqueeze(-1) == which).view(1, 1, length, length)
+        for mask in (None, window, window.tril(), everything, ~everything, apart, apart.tril()):
+            layout = Layout(length, size, kind != "plain", packed)
             wanted = torch.ones(length, length).bool() if mask is None else mask[0, 0].expand(length, length)
             wanted = wanted.tril() if causal else wanted
             got = torch.stack([seen_by(layout, rank, causal=causal, mask=mask) for rank in range(size)])
@@ -90,9 +92,10 @@ def test_pieces_are_what_is_seen_and_no_more(size: int, causal: bool, balanced: 
 
 def test_a_mask_that_hides_nothing_of_a_piece_is_no_mask() -> None:
     mask = torch.ones(16, 16).tril().bool().view(1, 1, 16, 16)
-    assert not any(piece.masked for piece in pieces(Layout(16, 4), 1, causal=True, mask=mask) if piece)
-    seen = [piece for piece in pieces(Layout(16, 4), 1, causal=False, mask=mask) if piece]
-    assert any(piece.masked for piece in seen)
+    for causal in (True, False):  # a mask that is causal is taken for that
+        assert pieces(Layout(16, 4), 1, causal=causal, mask=mask) == pieces(Layout(16, 4), 1, causal=True)
+    mask[..., 0, 1] = True
+    assert any(piece.masked for found in pieces(Layout(16, 4), 0, causal=False, mask=mask) for piece in found)
 
 
 @pytest.mark.parametrize("bias", ["none", "finite", "blind rows", "float32"])

@@ -27,8 +27,9 @@ class ContextParallel(MeshStrategy):
         method: How attention is exchanged: ``"ring"`` sends keys and values round while it computes (arXiv:2310.01889),
             ``"allgather"`` gathers them, ``"ulysses"`` splits the heads instead (arXiv:2309.14509; needs as many heads
             as divide by the ranks).
-        balanced: Each rank holds a part from the head and one from the tail of the sequence, so that under a causal
-            mask all have the same work; otherwise one part in order.
+        balanced: Each rank holds a part from the head and one from the tail of the sequence, or of each document where
+            the batch tells them (``position_ids`` that begin anew, or ``cu_seqlens``), so that under a causal mask all
+            have the same work; otherwise one part in order.
         plan: Glob of module name to role, or a ``ParallelPlan``; of roles, only ``block`` matters here.
         compile: Compile each block; a dict is passed to ``torch.compile``.
         error_if_nonfinite: Raise on every rank, before the step, where the norm that gradients are clipped by is not

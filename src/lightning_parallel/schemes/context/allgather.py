@@ -21,7 +21,7 @@ from lightning_parallel.schemes.context.exchange import (
     unpack,
 )
 from lightning_parallel.schemes.context.layout import Layout
-from lightning_parallel.schemes.context.pieces import causal_mask, cut, valid_ranges
+from lightning_parallel.schemes.context.pieces import causal_mask, cut
 
 
 def gathered_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, engine: Engine) -> Tensor:
@@ -50,7 +50,7 @@ def general_attention(
     One call of scaled_dot_product_attention on the whole of keys and values, which are kept for backward, with this
     rank's rows of the mask, causality included.
     """
-    ranges = valid_ranges(layout, dist.get_rank(group))
+    ranges = tuple(layout.ranges(dist.get_rank(group)))
     num_valid = sum(stop - start for start, stop in ranges)
     whole_key, whole_value = _GatherRows.apply(key, value, layout, group)  # type: ignore[no-untyped-call]
     if not num_valid:  # the backward of the gathered takes part all the same

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_parallel._torch import tree_map
 from lightning_parallel.errors import PlanError
 from lightning_parallel.schemes.context.blocks import Blocks
+from lightning_parallel.schemes.context.documents import documents_of
 from lightning_parallel.schemes.context.registry import Registered
 from lightning_parallel.schemes.context.rows import Context
 from lightning_parallel.schemes.context.shard import SequenceShard, gathered, shards_in
@@ -99,8 +100,15 @@ class ContextSplit:
         self._blocks.leave()
 
     @contextmanager
-    def running(self, *, has_backward: bool) -> Iterator[None]:
-        """Around a step, or its backward, in which blocks or parts of them may run again."""
+    def running(self, *, has_backward: bool, batch: Any = None) -> Iterator[None]:
+        """Around a step, or its backward, in which blocks or parts of them may run again, on the same rows.
+
+        Args:
+            has_backward: There is one inside.
+            batch: What a step is called with, the same on all ranks. It tells the documents of its sequences.
+        """
+        if batch is not None and not self._registered.is_entered and self.context.balanced:
+            self.context.documents = documents_of(batch)
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # a kernel for whole layers, which nothing can redirect
         try:

@@ -58,7 +58,7 @@ class Engine:
 
     layout: Layout
     group: dist.ProcessGroup
-    pieces: list[Piece | None]
+    pieces: list[list[Piece]]
     scale: float
     plain: Kernel
     biased: Kernel
@@ -72,19 +72,17 @@ class Engine:
         self, running: RunningSoftmax, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, source: int
     ) -> None:
         """Fold in the keys of rank ``source``: shape (batch, kv_heads, layout.num_local, dim), padding included."""
-        piece = self.pieces[source]
-        if piece is None:
-            return
-        bias = _bias(piece, mask, query.dtype)
-        out, lse = (self.plain if bias is None else self.biased).forward(
-            query[:, :, piece.rows],
-            key[:, :, piece.cols],
-            value[:, :, piece.cols],
-            bias=bias,
-            causal=piece.causal and bias is None,
-            scale=self.scale,
-        )
-        running.fold(piece.rows, out, lse)
+        for piece in self.pieces[source]:
+            bias = _bias(piece, mask, query.dtype)
+            out, lse = (self.plain if bias is None else self.biased).forward(
+                query[:, :, piece.rows],
+                key[:, :, piece.cols],
+                value[:, :, piece.cols],
+                bias=bias,
+                causal=piece.causal and bias is None,
+                scale=self.scale,
+            )
+            running.fold(piece.rows, out, lse)
 
     def backward(
         self,
@@ -105,23 +103,21 @@ class Engine:
             grads: Float32 (float64 for float64), in the shapes of ``query``, ``key`` and ``value``.
             out: Over the keys of all ranks, as ``lse``, which is finite.
         """
-        piece = self.pieces[source]
-        if piece is None:
-            return
-        bias = _bias(piece, mask, query.dtype)
-        parts = (self.plain if bias is None else self.biased).backward(
-            grad_out[:, :, piece.rows],
-            query[:, :, piece.rows],
-            key[:, :, piece.cols],
-            value[:, :, piece.cols],
-            out[:, :, piece.rows],
-            lse[:, :, piece.rows],
-            bias=bias,
-            causal=piece.causal and bias is None,
-            scale=self.scale,
-        )
-        for grad, part, where in zip(grads, parts, (piece.rows, piece.cols, piece.cols), strict=True):
-            grad[:, :, where] += part
+        for piece in self.pieces[source]:
+            bias = _bias(piece, mask, query.dtype)
+            parts = (self.plain if bias is None else self.biased).backward(
+                grad_out[:, :, piece.rows],
+                query[:, :, piece.rows],
+                key[:, :, piece.cols],
+                value[:, :, piece.cols],
+                out[:, :, piece.rows],
+                lse[:, :, piece.rows],
+                bias=bias,
+                causal=piece.causal and bias is None,
+                scale=self.scale,
+            )
+            for grad, part, where in zip(grads, parts, (piece.rows, piece.cols, piece.cols), strict=True):
+                grad[:, :, where] += part
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.schemes.context.layout import Layout
+from lightning_parallel.schemes.context.layout import Layout, Range, join
 
-Ranges = tuple[tuple[int, int], ...]
+Ranges = tuple[Range, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,42 +45,85 @@ class Piece:
         return causal_mask(part, self.row_ranges, self.col_ranges, whole.device) if self.causal else part
 
 
-def pieces(layout: Layout, rank: int, *, causal: bool, mask: Tensor | None = None) -> list[Piece | None]:
-    """What the queries of ``rank`` see of the keys of each rank, by rank; None where that is nothing.
+def pieces(layout: Layout, rank: int, *, causal: bool, mask: Tensor | None = None) -> list[list[Piece]]:
+    """What the queries of ``rank`` see of the keys of each rank, by rank.
 
-    Causal, every other rank's keys are seen as a rectangle: of an earlier rank all queries see the first chunk (of
-    two, balanced), of a later rank the queries of the second chunk see all. So with whole chunks every rank computes
-    as much. Where a bool mask hides all of a piece or nothing, it is left out: one look at the values for all pieces.
+    Causal, within a document every other rank's keys are seen as a rectangle: of one at an earlier place all queries
+    see the head, of one at a later place the queries of the tail see all. So with whole chunks every rank computes as
+    much. Earlier documents are another rectangle. A bool mask is looked at, once for all pieces: one that hides what
+    comes later is causal, what it hides all of is left out, and where it hides nothing it is no mask.
 
     Args:
         mask: Shape broadcastable to (batch, heads, length, length), four dims.
     """
-    found = [_piece(layout, rank, source, causal=causal, masked=mask is not None) for source in range(layout.size)]
-    if mask is None or mask.dtype != torch.bool:
-        return found
-    seen = [(source, piece, piece.mask(mask)) for source, piece in enumerate(found) if piece is not None]
-    if not seen:
-        return found
-    # Under a causal piece a mask that is all True in the lower triangle is no mask.
-    whole = [(part | ~part.new_ones(part.shape[-2:]).tril() if piece.causal else part) for _, piece, part in seen]
-    flags = torch.stack([torch.stack([part.any(), full.all()]) for (_, _, part), full in zip(seen, whole, strict=True)])
-    for (source, piece, _), (some, full) in zip(seen, flags.tolist(), strict=True):
-        found[source] = None if not some else replace(piece, masked=not full)
-    return found
+    is_bool = mask is not None and mask.dtype == torch.bool
+    if mask is not None and is_bool and not causal:
+        whole = mask.expand(-1, -1, layout.length, layout.length)
+        causal = layout.length > 1 and not bool(whole.triu(1).any())
+    sources = range(layout.size)
+    if mask is None or not is_bool:
+        return [_candidates(layout, rank, source, causal=causal, masked=mask is not None) for source in sources]
+    hides = _Hides(mask, layout, rank, causal=causal)
+    candidates = [_candidates(layout, rank, source, causal=causal, masked=True, by_document=True) for source in sources]
+    return [
+        [replace(piece, masked=not hides.nothing(piece, source)) for piece in found if not hides.all(piece, source)]
+        for source, found in enumerate(candidates)
+    ]
+
+
+class _Hides:
+    """What a bool mask hides of the pairs of this rank's ranges of queries and each rank's ranges of keys.
+
+    Args:
+        mask: Of the whole sequence, four dims.
+        causal: What comes after each query's position does not count.
+    """
+
+    def __init__(self, mask: Tensor, layout: Layout, rank: int, *, causal: bool) -> None:
+        own = layout.ranges(rank)
+        self._rows = _edges(own)
+        self._cols = [_edges(layout.ranges(source)) for source in range(layout.size)]
+        rows = join(own).to(mask.device)
+        of_own = mask if mask.shape[-2] == 1 else mask.index_select(-2, rows)
+        counts = []
+        for source in range(layout.size):
+            cols = join(layout.ranges(source)).to(mask.device)
+            part = of_own if mask.shape[-1] == 1 else of_own.index_select(-1, cols)
+            part = part.expand(-1, -1, rows.numel(), cols.numel()).flatten(0, 1)
+            counted = rows.unsqueeze(-1) >= cols if causal else torch.ones_like(part[0])
+            for taken in (part.any(0) & counted, ~part.all(0) & counted):
+                counts.append(_count_in(_count_in(taken.float(), self._rows).mT, self._cols[source]).mT)
+        sizes = [count.numel() for count in counts]
+        told = torch.cat([count.flatten() for count in counts]).tolist()  # one look
+        shaped = [part.view(count.shape) for part, count in zip(torch.tensor(told).split(sizes), counts, strict=True)]
+        self._seen, self._hidden = shaped[::2], shaped[1::2]
+
+    def all(self, piece: Piece, source: int) -> bool:
+        """Whether no query of the piece sees any of its keys."""
+        return not self._in(self._seen[source], piece, source).any()
+
+    def nothing(self, piece: Piece, source: int) -> bool:
+        """Whether every query of the piece sees all of its keys, or all up to its own position if it is causal."""
+        return not self._in(self._hidden[source], piece, source).any()
+
+    def _in(self, counts: Tensor, piece: Piece, source: int) -> Tensor:
+        rows, cols = self._rows, self._cols[source]
+        return counts[
+            rows.index(piece.rows.start) : rows.index(piece.rows.stop),
+            cols.index(piece.cols.start) : cols.index(piece.cols.stop),
+        ]
 
 
 def causal_mask(mask: Tensor | None, rows: Ranges, cols: Ranges, device: torch.device) -> Tensor:
     """A mask of rows × columns, or none, with what comes after each row's position hidden too."""
-    row_positions, col_positions = (
-        torch.cat([torch.arange(start, stop, device=device) for start, stop in ranges]) for ranges in (rows, cols)
-    )
+    row_positions, col_positions = (join(ranges).to(device) for ranges in (rows, cols))
     seen = row_positions.unsqueeze(-1) >= col_positions
     if mask is None:
         return seen
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
-def cut(mask: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
+def cut(mask: Tensor, dim: int, ranges: Sequence[Range]) -> Tensor:
     """Ranges of positions along one dim, joined; a dim of size 1 is the same for all and stays."""
     if mask.shape[dim] == 1:
         return mask
@@ -87,30 +131,57 @@ def cut(mask: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def valid_ranges(layout: Layout, rank: int) -> Ranges:
-    """Positions that ``rank`` holds, padding left out: one range for each chunk, perhaps empty."""
-    return tuple((min(start, layout.length), min(stop, layout.length)) for start, stop in layout.ranges(rank))
+def _candidates(
+    layout: Layout, rank: int, source: int, *, causal: bool, masked: bool, by_document: bool = False
+) -> list[Piece]:
+    """Pieces that cover every pair that may be seen once, before a look at the mask.
 
-
-def _piece(layout: Layout, rank: int, source: int, *, causal: bool, masked: bool) -> Piece | None:
-    queries, keys = valid_ranges(layout, rank), valid_ranges(layout, source)
-    skipped = 0
-    if causal and source < rank:
-        keys = keys[:1]
-    elif causal and source > rank:
-        skipped, queries = _count(queries[:1]), queries[1:]
-    num_rows, num_cols = _count(queries), _count(keys)
-    if not num_rows or not num_cols:
-        return None
-    return Piece(
-        rows=slice(skipped, skipped + num_rows),
-        cols=slice(0, num_cols),
-        row_ranges=queries,
-        col_ranges=keys,
-        causal=causal and source == rank,
-        masked=masked,
+    Args:
+        masked: There is a mask.
+        by_document: Also without causality.
+    """
+    queries, keys = layout.parts(rank), layout.parts(source)
+    row_ranges, col_ranges = (
+        tuple(held for part in parts for held in (part.head, part.tail)) for parts in (queries, keys)
     )
+    rows, cols = _edges(row_ranges), _edges(col_ranges)
+
+    def piece(first: int, last: int, start: int, stop: int, *, own: bool = False) -> Piece:
+        return Piece(
+            rows=slice(rows[first], rows[last]),
+            cols=slice(cols[start], cols[stop]),
+            row_ranges=row_ranges[first:last],
+            col_ranges=col_ranges[start:stop],
+            causal=own,
+            masked=masked,
+        )
+
+    end = len(col_ranges)
+    if not causal and not by_document:
+        found = [piece(0, len(row_ranges), 0, end)]
+    else:
+        found = []
+        for i in range(0, end, 2):  # the ranges of one document: a head and a tail
+            place, other = queries[i // 2].place, keys[i // 2].place
+            found.append(piece(i, i + 2, 0, i))
+            if not causal or place == other:
+                found.append(piece(i, i + 2, i, i + 2, own=causal))
+            elif other < place:
+                found.append(piece(i, i + 2, i, i + 1))
+            else:
+                found.append(piece(i + 1, i + 2, i, i + 2))
+            if not causal:
+                found.append(piece(i, i + 2, i + 2, end))
+    return [each for each in found if each.rows.start < each.rows.stop and each.cols.start < each.cols.stop]
 
 
-def _count(ranges: Ranges) -> int:
-    return sum(stop - start for start, stop in ranges)
+def _edges(ranges: Sequence[Range]) -> list[int]:
+    """Where each range begins in the rows that they are together, and the end."""
+    return list(accumulate((stop - start for start, stop in ranges), initial=0))
+
+
+def _count_in(taken: Tensor, edges: list[int]) -> Tensor:
+    """Sums of consecutive rows: shape (len(edges) - 1, columns)."""
+    sizes = torch.tensor([stop - start for start, stop in pairwise(edges)])
+    which = torch.arange(len(sizes)).repeat_interleave(sizes).to(taken.device)
+    return taken.new_zeros((len(sizes), taken.shape[1])).index_add_(0, which, taken)

@@ -77,9 +77,9 @@ class AttentionOverRanks(TorchFunctionMode):
         batch = query.shape[:-3]
         query, key, value = (_four_dims(x) for x in (query, key, value))
         result: Tensor = attend(
-            query, key, value, layout=context.layout(rows.size), group=context.group, method=context.method,
-            attn_mask=self._whole_mask(attn_mask), is_causal=is_causal, dropout_p=dropout_p, scale=scale,
-            name=self._name,
+            query, key, value, layout=rows.layout or context.layout(rows.size), group=context.group,
+            method=context.method, attn_mask=self._whole_mask(attn_mask), is_causal=is_causal, dropout_p=dropout_p,
+            scale=scale, name=self._name,
         )  # fmt: skip
         return result.view(*batch, *result.shape[1:]) if len(batch) != 1 else result
 

@@ -26,6 +26,11 @@ class Registered:
         self._saved: list[tuple[Any, str, Any]] = []
         self._depth = 0
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether a step runs."""
+        return self._depth > 0
+
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth > 1 or not self._configs:

@@ -24,7 +24,7 @@ Handler = Callable[..., Any]
 _MOST_LAYOUTS = 256
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Context:
     """The context axis of one model.
 
@@ -34,6 +34,7 @@ class Context:
         method: How attention is exchanged.
         handlers: Functions of which a tensor in rows stays in rows, to what computes them; see `operations`.
         balanced: Head and tail of the sequence on one rank; see `Layout`.
+        documents: Lengths of the documents that the batch says it is packed of; empty where it does not.
     """
 
     group: dist.ProcessGroup
@@ -41,7 +42,8 @@ class Context:
     handlers: Mapping[Any, Handler]
     method: Method = "ring"
     balanced: bool = True
-    _known: dict[int, Rows] = field(default_factory=dict)
+    documents: tuple[int, ...] = ()
+    _known: dict[Layout, Rows] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -54,20 +56,25 @@ class Context:
         return self.group.rank()
 
     def layout(self, length: int) -> Layout:
-        """Of a sequence of ``length`` tokens."""
-        return Layout(length, self.size, self.balanced)
+        """Of a sequence of ``length`` tokens.
+
+        Balanced for each document where the batch tells them, unless most would be too short to give each rank a head
+        and a tail: attention is computed document by document, and short ones cost more to start than to compute.
+        """
+        fits = sum(self.documents) == length and len(self.documents) * 2 * self.size <= length
+        return Layout(length, self.size, self.balanced, self.documents if self.balanced and fits else ())
 
     def rows(self, length: int) -> Rows:
         """The rows of a sequence of ``length`` tokens; the same object every time."""
-        if length not in self._known:
+        layout = self.layout(length)
+        if layout not in self._known:
             if len(self._known) >= _MOST_LAYOUTS:
                 self._known.clear()
-            layout = self.layout(length)
             index = torch.stack([layout.positions(rank) for rank in range(self.size)])
             for rank in range(self.size):
                 index[rank, layout.num_valid(rank) :] = -1
-            self._known[length] = Rows(self, index, length)
-        return self._known[length]
+            self._known[layout] = Rows(self, index, length, layout=layout)
+        return self._known[layout]
 
 
 class Rows:
@@ -79,10 +86,18 @@ class Rows:
             (ranks, rows); on the host.
         size: Of the dim.
         merged: Where the dim is several in one: the rows of the middle one, and the sizes before and after it.
+        layout: Where the dim is a sequence as the blocks get it.
     """
 
-    def __init__(self, context: Context, index: Tensor, size: int, merged: tuple[Rows, int, int] | None = None) -> None:
-        self.context, self.index, self.size, self.merged = context, index, size, merged
+    def __init__(
+        self,
+        context: Context,
+        index: Tensor,
+        size: int,
+        merged: tuple[Rows, int, int] | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        self.context, self.index, self.size, self.merged, self.layout = context, index, size, merged, layout
         self._derived: dict[Any, Rows] = {}
         own = index[context.rank]
         self.num_local = own.numel()
