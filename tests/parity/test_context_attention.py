@@ -29,9 +29,7 @@ METHODS = ("ring", "allgather", "ulysses")
 LENGTHS = (1, 2, 7, 15, 16, 64)
 HEADS, DIM = 4, 8
 ZERO = 1e-9  # below this part of the largest of the four tensors, a gradient is zero by mathematics
-# In these cases one device's own kernel is up to 9.8e-7 from the reference in float32. Blocks add the rounding of each
-# block's log-sum-exp: up to 1.6e-6, which is two keys that nearly cancel; float64 shows that it is rounding.
-FLOAT32 = {"ulysses": 1e-6, "ring": 2e-6, "allgather": 2e-6}
+FLOAT32 = 1e-6
 FLOAT64 = 1e-12
 # One device's own scaled_dot_product_attention in bf16 is up to 6.4e-3 from the reference, in these cases.
 BF16 = 1.5e-2
@@ -209,14 +207,23 @@ def worst(
 @pytest.mark.parametrize("world", [2, 4])
 def test_equals_full_attention(pool: WorkerPool, world: int, groups: int) -> None:
     cases = [Case(length=length, mask=mask, groups=groups) for length in LENGTHS for mask in MASKS]
-    for method, (error, where) in worst(pool, cases, world=world).items():
-        assert error <= FLOAT32[method], where
+    for error, where in worst(pool, cases, world=world).values():
+        assert error <= FLOAT32, where
+
+
+def test_a_longer_sequence_is_as_close_as_on_one_device(pool: WorkerPool) -> None:
+    """More terms, more roundings: up to 1.3e-6 for torch's own kernel too."""
+    cases = [Case(length=256, mask=mask, groups=groups) for mask in ("causal", "full", "blind") for groups in (2, 4)]
+    own = max(one_device(case) for case in cases)
+    assert own > FLOAT32
+    for error, where in worst(pool, cases, world=2).values():
+        assert error <= 1.25 * own, where
 
 
 def test_one_rank_is_full_attention(pool: WorkerPool) -> None:
     cases = [Case(length=length, mask=mask, groups=2) for length in LENGTHS for mask in MASKS]
     for error, where in worst(pool, cases, world=1).values():
-        assert error <= 1e-6, where
+        assert error <= FLOAT32, where
 
 
 def test_equals_full_attention_in_float64(pool: WorkerPool) -> None:
@@ -265,7 +272,7 @@ def compare_broken(name: str, case: Case, method: str) -> dict[Any, float]:
 def test_rejects_a_wrong_engine(pool: WorkerPool, name: str, method: str) -> None:
     ranks = pool.run(compare_broken, name, Case(length=16, mask="causal"), method, world=2)
     errors = [error for errors in ranks for error in errors.values()]
-    assert max(errors) <= FLOAT32[method] if name == "nothing" else max(errors) > 1e-2
+    assert max(errors) <= FLOAT32 if name == "nothing" else max(errors) > 1e-2
 
 
 def attend_without_grad(case: Case) -> float:
@@ -284,7 +291,7 @@ def attend_without_grad(case: Case) -> float:
 
 
 def test_without_gradients(pool: WorkerPool) -> None:
-    assert max(pool.run(attend_without_grad, Case(length=16, mask="causal"), world=2)) <= 2e-6
+    assert max(pool.run(attend_without_grad, Case(length=16, mask="causal"), world=2)) <= FLOAT32
 
 
 def learn_bias(length: int) -> dict[tuple[str, bool], tuple[Tensor, Tensor]]:

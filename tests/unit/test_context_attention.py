@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_parallel.errors import ParallelConfigError
+from lightning_parallel.schemes.context import kernels
 from lightning_parallel.schemes.context.attention import attend
-from lightning_parallel.schemes.context.kernels import choose_kernel
+from lightning_parallel.schemes.context.kernels import choose_exact, choose_kernel
 from lightning_parallel.schemes.context.layout import Layout
 from lightning_parallel.schemes.context.pieces import pieces
 from tests.support.collectives import CollectiveRecorder
@@ -129,6 +131,14 @@ def test_kernels_agree(dtype: torch.dtype, groups: int, bias: str) -> None:
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=tolerance)
     assert results[0][1].dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_small_blocks_in_float32_are_computed_in_float64_where_there_is_one(dtype: torch.dtype) -> None:
+    query = torch.randn(1, 2, 4, 8, dtype=dtype)
+    assert (choose_exact(query) is not None) == (dtype == torch.float32)
+    with patch.object(kernels, "_has_float64", lambda device: False):
+        assert choose_exact(query) is None
 
 
 def test_heads_that_no_fused_kernel_takes_are_plain_math() -> None:

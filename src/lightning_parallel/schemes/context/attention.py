@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_parallel.schemes.context.allgather import gathered_attention, general_attention
 from lightning_parallel.schemes.context.engine import Engine
 from lightning_parallel.schemes.context.inputs import cast_inputs, cast_mask, check_inputs, check_method, learns
-from lightning_parallel.schemes.context.kernels import choose_kernel
+from lightning_parallel.schemes.context.kernels import choose_exact, choose_kernel
 from lightning_parallel.schemes.context.layout import Layout
 from lightning_parallel.schemes.context.pieces import pieces
 from lightning_parallel.schemes.context.ring import ring_attention
@@ -75,6 +75,7 @@ def attend(
         scale=scale,
         plain=choose_kernel(query, key, value, biased=False),
         biased=choose_kernel(query, key, value, biased=True),
+        exact=choose_exact(query),
     )
     blockwise = ring_attention if method == "ring" else gathered_attention
     return blockwise(query, key, value, mask, engine)

@@ -13,6 +13,8 @@ from lightning_parallel.schemes.context.kernels import Kernel
 from lightning_parallel.schemes.context.layout import Layout
 from lightning_parallel.schemes.context.pieces import Piece
 
+_SMALL = 64 * 64  # pairs of a query and a key
+
 
 class RunningSoftmax:
     """Attention over the blocks so far (online softmax, arXiv:1805.02867), float32 at least: bf16 loses small blocks.
@@ -54,6 +56,7 @@ class Engine:
         scale: Of the scores.
         plain: For blocks without a mask.
         biased: For blocks with one.
+        exact: For small blocks, if there is one.
     """
 
     layout: Layout
@@ -62,6 +65,7 @@ class Engine:
     scale: float
     plain: Kernel
     biased: Kernel
+    exact: Kernel | None = None
 
     @property
     def rank(self) -> int:
@@ -74,7 +78,7 @@ class Engine:
         """Fold in the keys of rank ``source``: shape (batch, kv_heads, layout.num_local, dim), padding included."""
         for piece in self.pieces[source]:
             bias = _bias(piece, mask, query.dtype)
-            out, lse = (self.plain if bias is None else self.biased).forward(
+            out, lse = self._kernel(piece, bias).forward(
                 query[:, :, piece.rows],
                 key[:, :, piece.cols],
                 value[:, :, piece.cols],
@@ -105,7 +109,7 @@ class Engine:
         """
         for piece in self.pieces[source]:
             bias = _bias(piece, mask, query.dtype)
-            parts = (self.plain if bias is None else self.biased).backward(
+            parts = self._kernel(piece, bias).backward(
                 grad_out[:, :, piece.rows],
                 query[:, :, piece.rows],
                 key[:, :, piece.cols],
@@ -118,6 +122,11 @@ class Engine:
             )
             for grad, part, where in zip(grads, parts, (piece.rows, piece.cols, piece.cols), strict=True):
                 grad[:, :, where] += part
+
+    def _kernel(self, piece: Piece, bias: Tensor | None) -> Kernel:
+        if self.exact is not None and piece.num_rows * piece.num_cols <= _SMALL:
+            return self.exact
+        return self.plain if bias is None else self.biased
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

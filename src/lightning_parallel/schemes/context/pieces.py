@@ -34,14 +34,24 @@ class Piece:
     causal: bool
     masked: bool
 
+    @property
+    def num_rows(self) -> int:
+        """Queries."""
+        return self.rows.stop - self.rows.start
+
+    @property
+    def num_cols(self) -> int:
+        """Keys."""
+        return self.cols.stop - self.cols.start
+
     def mask(self, whole: Tensor) -> Tensor:
         """The explicit mask here, causality included where it applies: shape (1 | batch, 1 | heads, rows, cols).
 
         Args:
             whole: Bool or additive mask of the whole sequence, broadcastable to (batch, heads, length, length).
         """
-        num_rows, num_cols = self.rows.stop - self.rows.start, self.cols.stop - self.cols.start
-        part = cut(cut(whole, -1, self.col_ranges), -2, self.row_ranges).expand(-1, -1, num_rows, num_cols)
+        part = cut(cut(whole, -1, self.col_ranges), -2, self.row_ranges)
+        part = part.expand(-1, -1, self.num_rows, self.num_cols)
         return causal_mask(part, self.row_ranges, self.col_ranges, whole.device) if self.causal else part
 
 
