@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import lru_cache
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +74,7 @@ __all__ = [
     "all_gather_single",
     "all_ranks_reach",
     "attention_backend",
+    "before_compile",
     "default_generator",
     "fake_mode",
     "flatten_mesh",
@@ -218,6 +220,11 @@ def has_kernel(operator: OpOverload, device: torch.device) -> bool:
     """Whether an operator is written for a kind of device: there is no public way to ask."""
     key = torch._C._dispatch_key_for_device(device.type)
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))
+
+
+def before_compile(function: FunctionType) -> Any:
+    """What ``torch.compile`` made a function of, or the function itself: only an attribute of its own tells."""
+    return vars(function).get("_torchdynamo_orig_callable", function)
 
 
 def operation_counter(see: Callable[[str, int | None, dict[str, Any]], None]) -> AbstractContextManager[Any]:

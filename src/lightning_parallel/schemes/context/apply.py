@@ -14,6 +14,7 @@ from lightning_parallel._torch import tree_map
 from lightning_parallel.errors import PlanError
 from lightning_parallel.schemes.context.blocks import Blocks
 from lightning_parallel.schemes.context.documents import documents_of
+from lightning_parallel.schemes.context.flex import FlexNames
 from lightning_parallel.schemes.context.registry import Registered
 from lightning_parallel.schemes.context.rows import Context
 from lightning_parallel.schemes.context.shard import SequenceShard, gathered, shards_in
@@ -53,6 +54,7 @@ class ContextSplit:
         modules = dict(self._module.named_modules())
         blocks = {id(modules[name]): name for name in self._names}
         self._blocks = runner = Blocks(self.context, blocks)
+        self._flex = FlexNames(self._module, runner.recomputation.call_flex)
         inside = {id(child) for name in self._names for child in modules[name].modules()}
         for child in modules.values():
             if id(child) in blocks:
@@ -112,7 +114,11 @@ class ContextSplit:
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # a kernel for whole layers, which nothing can redirect
         try:
-            with self._registered, self._blocks.recomputation.running() if has_backward else nullcontext():
+            with (
+                self._registered,
+                self._flex.redirected(),
+                self._blocks.recomputation.running() if has_backward else nullcontext(),
+            ):
                 yield
         finally:
             self._blocks.leave()

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_parallel._torch import HOST, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_parallel.errors import ParallelConfigError, PlanError
+from lightning_parallel.schemes.context.flex import FirstTokens
 from lightning_parallel.schemes.context.random import own_numbers
 from lightning_parallel.schemes.context.redirect import AttentionOverRanks, Recomputation
 from lightning_parallel.schemes.context.rows import Context, Rows
@@ -116,7 +117,8 @@ class Blocks:
             small = [entry.first(value, entry.dim_of(value, _WAYS[0]), few) for value in leaves]
             small = [v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in small]
             args, kwargs = tree_unflatten([_copied(value, name) for value in small], spec)
-            expected = block.forward(*args, **kwargs)
+            with FirstTokens():
+                expected = block.forward(*args, **kwargs)
             hidden = small[next(i for i, value in enumerate(leaves) if value is entry.hidden)]
             for way in _WAYS:
                 proof = _Entry(self._context, hidden, entry.dim)

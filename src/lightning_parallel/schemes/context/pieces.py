@@ -37,12 +37,12 @@ class Piece:
     @property
     def num_rows(self) -> int:
         """Queries."""
-        return self.rows.stop - self.rows.start
+        return _size(self.rows)
 
     @property
     def num_cols(self) -> int:
         """Keys."""
-        return self.cols.stop - self.cols.start
+        return _size(self.cols)
 
     def mask(self, whole: Tensor) -> Tensor:
         """The explicit mask here, causality included where it applies: shape (1 | batch, 1 | heads, rows, cols).
@@ -183,6 +183,11 @@ def _candidates(
             if not causal:
                 found.append(piece(i, i + 2, i + 2, end))
     return [each for each in found if each.rows.start < each.rows.stop and each.cols.start < each.cols.stop]
+
+
+def _size(part: slice) -> int:
+    size: int = part.stop - part.start
+    return size
 
 
 def _edges(ranges: Sequence[Range]) -> list[int]:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.errors import PlanError
 from lightning_parallel.schemes.context.attention import attend
+from lightning_parallel.schemes.context.flex import flex_over_ranks, flex_rows
 from lightning_parallel.schemes.context.rows import Rows
 from lightning_parallel.schemes.context.weighed import both, weighed_attention
 
@@ -44,7 +45,13 @@ class AttentionOverRanks(TorchFunctionMode):
             return self.multi_head(*args, **(kwargs or {}))
         if func is weighed_attention:
             return self._weighed(*args, **(kwargs or {}))
+        if func is flex_over_ranks:
+            return self.flex(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def flex(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As torch's ``flex_attention``; masks and scores are of positions in the whole sequence."""
+        return flex_rows(self._rows, self._name, original, *args, **kwargs)
 
     def attention(
         self,
@@ -247,6 +254,10 @@ class Recomputation:
             yield
         finally:
             F.scaled_dot_product_attention, F.multi_head_attention_forward = _ATTENTION, _MULTI_HEAD
+
+    def call_flex(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of torch's ``flex_attention``, from anywhere."""
+        return self._call(flex_over_ranks, "flex", original, *args, **kwargs)
 
     def _call(self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         reached, self._reached = self._reached, None  # it calls torch's own

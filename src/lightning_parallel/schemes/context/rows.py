@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,7 @@ class Rows:
     ) -> None:
         self.context, self.index, self.size, self.merged, self.layout = context, index, size, merged, layout
         self._derived: dict[Any, Rows] = {}
+        self._kept: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         own = index[context.rank]
         self.num_local = own.numel()
         self.is_partial = bool((own < 0).any())
@@ -109,6 +111,13 @@ class Rows:
         order = torch.zeros(size, dtype=torch.long)
         order[flat[flat >= 0]] = (flat >= 0).nonzero().flatten()
         self._order = order.to(context.device)
+
+    def keep(self, made_of: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` makes for these rows, once while ``made_of`` lives, to which it must not refer."""
+        if made_of not in self._kept:
+            with torch.inference_mode(False):  # a training step may use it too
+                self._kept[made_of] = make()
+        return self._kept[made_of]
 
     # --- other shapes of the dim ----------------------------------------------------------------------------------
 
