@@ -56,7 +56,7 @@ class Engine:
         scale: Of the scores.
         plain: For blocks without a mask.
         biased: For blocks with one.
-        exact: For small blocks, if there is one.
+        exact: For backward of small blocks, if there is one.
     """
 
     layout: Layout
@@ -78,7 +78,7 @@ class Engine:
         """Fold in the keys of rank ``source``: shape (batch, kv_heads, layout.num_local, dim), padding included."""
         for piece in self.pieces[source]:
             bias = _bias(piece, mask, query.dtype)
-            out, lse = self._kernel(piece, bias).forward(
+            out, lse = (self.plain if bias is None else self.biased).forward(
                 query[:, :, piece.rows],
                 key[:, :, piece.cols],
                 value[:, :, piece.cols],
@@ -109,7 +109,7 @@ class Engine:
         """
         for piece in self.pieces[source]:
             bias = _bias(piece, mask, query.dtype)
-            parts = self._kernel(piece, bias).backward(
+            parts = self._differentiating(piece, bias).backward(
                 grad_out[:, :, piece.rows],
                 query[:, :, piece.rows],
                 key[:, :, piece.cols],
@@ -123,7 +123,7 @@ class Engine:
             for grad, part, where in zip(grads, parts, (piece.rows, piece.cols, piece.cols), strict=True):
                 grad[:, :, where] += part
 
-    def _kernel(self, piece: Piece, bias: Tensor | None) -> Kernel:
+    def _differentiating(self, piece: Piece, bias: Tensor | None) -> Kernel:
         if self.exact is not None and piece.num_rows * piece.num_cols <= _SMALL:
             return self.exact
         return self.plain if bias is None else self.biased

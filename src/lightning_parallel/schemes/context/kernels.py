@@ -125,14 +125,14 @@ def choose_kernel(query: Tensor, key: Tensor, value: Tensor, *, biased: bool) ->
 
 
 def choose_exact(query: Tensor) -> Kernel | None:
-    """The kernel for small blocks in float32: plain math in float64, where the device has it.
+    """The kernel for backward of small blocks in float32: in float64, where the device has it.
 
     Where few keys are seen, gradients of scores are small differences of large numbers, and roundings do not average
     out: torch's own kernels in float32 then are up to 2e-6 from the truth, in parts of the largest gradient.
     """
     if query.dtype != torch.float32 or not _has_float64(query.device):
         return None
-    return Kernel(_exact, _exact_backward, takes_groups=False)
+    return Kernel(_math, _exact_backward, takes_groups=False)
 
 
 @lru_cache
@@ -300,10 +300,6 @@ def _math_backward(
     grad, q, k, v, out = (tensor.to(weights.dtype) for tensor in (grad, q, k, v, out))
     grad_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
     return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad
-
-
-def _exact(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return _math(q.double(), k, v, bias, causal, scale)
 
 
 def _exact_backward(
