@@ -126,6 +126,7 @@ class ActivationCheckpointing(pl.Callback):
                 checkpointing.solve(self._room(trainer))
             return
         self._is_done = True
+        checkpointing.ledger.is_watched = False
         if checkpointing.ledger.profiles:
             rank_zero_info(self.report())
 

@@ -120,6 +120,10 @@ class Checkpointing:
             return lambda key: key in kept or self.is_offloaded(key)
         return kept.__contains__ if kept else None
 
+    def is_whole(self, name: str) -> bool:
+        """Whether a block is left alone."""
+        return self.plan is not None and name in self.plan.whole
+
     def is_offloaded(self, key: Key) -> bool:
         """Whether what an operation returns waits in host memory."""
         return packet_of(key[0]) in self._offloaded
@@ -176,7 +180,8 @@ class Checkpointing:
             decide = self.decide(name)
             return decide is not None and decide(key)
 
-        return (model.peak(kept), *model.extra(kept))
+        whole = self.plan.whole if self.plan is not None else frozenset[str]()
+        return (model.peak(kept, whole), *model.extra(kept, whole))
 
     def _is_kept(self, key: Key) -> bool:
         return packet_of(key[0]) in self._operations or self.is_offloaded(key)
@@ -235,9 +240,21 @@ class Checkpointed:
             return self.run(*args, **kwargs)
 
         self._look(call, leaves)
+        if self.owner.is_whole(self.name):
+            return self._run_whole(*args, **kwargs)
         region = Region(self, decide, self.owner, tensors)
         with region.offloading_inputs():
             return checkpoint(call, *leaves, use_reentrant=False, context_fn=region.contexts)
+
+    def _run_whole(self, *args: Any, **kwargs: Any) -> Any:
+        """Not checkpointed; while the ledger is watched, what autograd saves tells it when the last of it is gone."""
+        ledger = self.owner.ledger
+        if not ledger.is_watched:
+            return self.run(*args, **kwargs)
+        token = _Token()
+        ledger.hold(ledger.enter(token, self.name), ledger.profiles[self.name].saved)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor, token), lambda packed: packed[0]):
+            return self.run(*args, **kwargs)
 
     def _look(self, call: Callable[..., Any], leaves: list[Any]) -> None:
         """Measure the block at its first call."""
@@ -247,6 +264,10 @@ class Checkpointed:
         buffers = {(id(m), n): b.detach() for m in self.block.modules() for n, b in m._buffers.items() if b is not None}
         with as_it_was(self.block, buffers):
             ledger.profiles[self.name] = profile(self.block, lambda given: call(*given), leaves)
+
+
+class _Token:
+    """Lives as long as something that a block has saved."""
 
 
 class Region:

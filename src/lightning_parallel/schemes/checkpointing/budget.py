@@ -9,7 +9,7 @@ the last one is left, and what it keeps of what autograd saves is free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_parallel.errors import ParallelConfigError
 from lightning_parallel.schemes.checkpointing.keeping import Key
 from lightning_parallel.schemes.checkpointing.profile import Operation, Profile
-from lightning_parallel.schemes.checkpointing.solver import Item, Solution, solve
+from lightning_parallel.schemes.checkpointing.solver import Block, Item, solve
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Plan:
 
     Attributes:
         kept: Operations by name of the block.
+        whole: Names of the blocks that are not checkpointed at all.
         peak: Bytes of activations in the blocks at the worst moment.
         seconds: Of recomputation in a step.
         flops: Of recomputation in a step.
@@ -34,6 +35,7 @@ class Plan:
     """
 
     kept: Mapping[str, frozenset[Key]]
+    whole: frozenset[str]
     peak: int
     seconds: float
     flops: int
@@ -57,6 +59,10 @@ class Moment:
     def held(self, index: int, operation: Operation) -> int:
         """Bytes for keeping an operation of the block at ``index``."""
         return operation.bytes * self.counts[index] + operation.unsaved * (index == self.position)
+
+    def held_whole(self, index: int, profile: Profile) -> int:
+        """Bytes for leaving the block at ``index`` alone."""
+        return (profile.saved - profile.inputs) * self.counts[index]
 
     def is_implied_by(self, later: Moment) -> bool:
         """Whether what fits then fits now. What only this moment's block holds, the later moment's count has."""
@@ -91,26 +97,33 @@ class Model:
             found.append(Moment(position, inputs + self.profiles[name].saved, counts))
         return [moment for moment in found if not any(moment.is_implied_by(later) for later in found)]
 
-    def peak(self, kept: Callable[[str, Key], bool]) -> int:
+    def peak(self, kept: Callable[[str, Key], bool], whole: Container[str] = ()) -> int:
         """Bytes at the worst moment."""
+        places = list(enumerate(self.profiles.items()))
         chosen = [
             (index, operation)
-            for index, (name, each) in enumerate(self.profiles.items())
+            for index, (name, each) in places
+            if name not in whole
             for operation in each.operations
             if kept(name, operation.key)
         ]
-        return max(m.bytes + sum(m.held(index, operation) for index, operation in chosen) for m in self._moments)
+        alone = [(index, each) for index, (name, each) in places if name in whole]
+        return max(
+            m.bytes + sum(m.held(index, o) for index, o in chosen) + sum(m.held_whole(index, p) for index, p in alone)
+            for m in self._moments
+        )
 
     def without_checkpointing(self) -> int:
         """Bytes if nothing were recomputed."""
         return sum(self._live[name] * each.saved for name, each in self.profiles.items())
 
-    def extra(self, kept: Callable[[str, Key], bool]) -> tuple[float, int]:
+    def extra(self, kept: Callable[[str, Key], bool], whole: Container[str] = ()) -> tuple[float, int]:
         """Seconds and FLOPs of a step's recomputation."""
         seconds, flops = 0.0, 0
         for name, each in self.profiles.items():
-            once = each.extra(lambda key, name=name: kept(name, key))  # type: ignore[misc]
-            seconds, flops = seconds + self._calls[name] * once[0], flops + self._calls[name] * once[1]
+            if name not in whole:
+                once = each.extra(lambda key, name=name: kept(name, key))  # type: ignore[misc]
+                seconds, flops = seconds + self._calls[name] * once[0], flops + self._calls[name] * once[1]
         return seconds, flops
 
     def plan(self, budget: int, *, exactly: bool = True) -> Plan:
@@ -119,25 +132,31 @@ class Model:
         Raises:
             ParallelConfigError: Not even keeping nothing fits.
         """
-        places, items = [], []
+        blocks, keys = [], []
         for index, (name, each) in enumerate(self.profiles.items()):
-            for operation in each.operations:
-                if operation.bytes and operation.runs_again:
-                    held = tuple(moment.held(index, operation) for moment in self._moments)
-                    places.append((name, operation.key))
-                    items.append(Item(held, self._calls[name] * operation.seconds))
-        solution: Solution = solve(items, [budget - moment.bytes for moment in self._moments], exactly=exactly)
-        kept: dict[str, set[Key]] = {name: set() for name in self.profiles}
-        for (name, key), keep in zip(places, solution.kept, strict=True):
-            if keep:
-                kept[name].add(key)
-        seconds, flops = self.extra(lambda name, key: key in kept[name])
-        frozen = {name: frozenset(keys) for name, keys in kept.items()}
-        return Plan(frozen, self.peak(lambda name, key: key in kept[name]), seconds, flops, solution.is_exact)
+            found = [operation for operation in each.operations if operation.bytes and operation.runs_again]
+            items = tuple(
+                Item(tuple(moment.held(index, o) for moment in self._moments), self._calls[name] * o.seconds)
+                for o in found
+            )
+            whole = tuple(moment.held_whole(index, each) for moment in self._moments)
+            blocks.append(Block(items, Item(whole, sum(item.seconds for item in items))))
+            keys.append([operation.key for operation in found])
+        solution = solve(blocks, [budget - moment.bytes for moment in self._moments], exactly=exactly)
+        kept = {
+            name: frozenset(key for key, keeps in zip(of_block, choice.kept, strict=True) if keeps)
+            for name, of_block, choice in zip(self.profiles, keys, solution.choices, strict=True)
+        }
+        alone = frozenset(n for n, choice in zip(self.profiles, solution.choices, strict=True) if choice.is_whole)
+
+        def is_kept(name: str, key: Key) -> bool:
+            return key in kept[name]
+
+        return Plan(kept, alone, self.peak(is_kept, alone), *self.extra(is_kept, alone), solution.is_exact)
 
     def frontier(self, points: int = 11) -> list[Plan]:
         """Plans from the least memory to no recomputation that helps, in equal steps of bytes."""
-        least, most = self.peak(lambda name, key: False), max(self.without_checkpointing(), self.peak(_all))
+        least, most = self.peak(lambda name, key: False), self.without_checkpointing()
         budgets = [least + (most - least) * i // max(points - 1, 1) for i in range(points)]
         return [self.plan(budget) for budget in budgets]
 
@@ -166,9 +185,10 @@ def agree(plan: Plan | None, error: str | None, names: tuple[str, ...]) -> Plan:
         if problem is not None:
             raise ParallelConfigError(f"Rank {rank}: {problem}")
     plans = [each for each, _, others in found if others == names and each is not None]
-    fewest = min(plans, key=lambda each: sum(map(len, each.kept.values())))
-    elsewhere = {name: keys for each, _, _ in found if each is not None for name, keys in each.kept.items()}
-    return _loaded(replace(fewest, kept={**elsewhere, **fewest.kept}))
+    fewest = min(plans, key=lambda each: (len(each.whole), sum(map(len, each.kept.values()))))
+    kept = {name: keys for each, _, _ in found if each is not None for name, keys in each.kept.items()}
+    whole = {name for each, _, _ in found if each is not None for name in each.whole - fewest.kept.keys()}
+    return _loaded(replace(fewest, kept={**kept, **fewest.kept}, whole=fewest.whole | whole))
 
 
 def _portable(plan: Plan | None) -> Plan | None:
@@ -189,7 +209,3 @@ def _operation(name: object) -> object:
     for part in name.split("."):
         found = getattr(found, part)
     return found
-
-
-def _all(name: str, key: Key) -> bool:
-    return True

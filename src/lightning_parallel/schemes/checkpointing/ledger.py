@@ -18,6 +18,7 @@ class Ledger:
         calls: Of each block since ``begin``.
         live: Regions of each block when those that waited would have held the most without checkpointing.
         peak: Bytes held at most since ``begin``.
+        is_watched: Somebody reads it.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,7 @@ class Ledger:
         self.calls: Counter[str] = Counter()
         self.live: Mapping[str, int] = {}
         self.peak = 0
+        self.is_watched = True
         self._now: Counter[str] = Counter()
         self._bytes: dict[int, int] = {}
         self._held = self._most = 0
