@@ -22,14 +22,12 @@ AOT, EAGER, GENERATED = ({"backend": name} for name in ("aot_eager", "eager", "i
     ("model", "strategy", "world", "compile"),
     [
         (NanoGPT, ("DataParallel", {}), 2, AOT),
-        (NanoGPT, ("FullyShardedDataParallel", {}), 2, AOT),
         (NanoGPT, ("FullyShardedDataParallel", {}), 2, GENERATED),
         (HuggingFaceLM, ("TensorParallel", {}), 2, EAGER),
-        (NanoGPT, ("TensorParallel", {"sequence_parallel": False, "plan": dict(NANOGPT_PLAN)}), 2, EAGER),
         (NanoGPT, ("HybridParallel", {"fsdp": 2, "tp": 2, "plan": dict(NANOGPT_PLAN)}), 4, EAGER),
         (NanoGPT, ("PipelineParallel", {}), 2, AOT),
     ],
-    ids=["ddp", "fsdp", "fsdp-inductor", "tp-local", "tp-global", "fsdp-tp", "pp"],
+    ids=["ddp", "fsdp-inductor", "tp", "fsdp-tp", "pp"],
 )
 def test_compiled_blocks(pool: WorkerPool, model: Any, strategy: Any, world: int, compile: dict[str, str]) -> None:
     strategy = (strategy[0], {**strategy[1], "compile": compile})

@@ -169,7 +169,6 @@ def test_slurm_is_recognised_and_left_alone(pool: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("fail", "rank", "when", "options"),
     [
-        ("raise", 1, "step", []),
         ("raise", 1, "setup", []),
         ("kill", 0, "apart", []),
         ("raise", 0, "apart", ["--save-on-exception"]),

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.models import NANOGPT_PLAN, NanoGPT
+from tests.support.models import NanoGPT
 from tests.support.pool import WorkerPool
 from tests.support.specs import Spec
 from tests.trainer.common import (
     CP,
     DDP,
     FSDP,
-    FSDP_CP,
     FSDP_TP,
     Data,
     largest_difference,
@@ -28,7 +27,6 @@ from tests.trainer.common import (
 
 OFFLOADED: Spec = ("FullyShardedDataParallel", {"cpu_offload": True})
 HSDP: Spec = ("HybridParallel", {"ddp": 2, "fsdp": 2})
-TP_FILE: Spec = ("TensorParallel", {"plan": dict(NANOGPT_PLAN), "save_distributed_checkpoint": False})
 
 
 class Tested(NanoGPT):
@@ -74,14 +72,12 @@ def run_in_order(strategy: Spec | None, order: str, folder: str) -> dict[str, An
         (FSDP, 2, "vfvtpf"),
         (one_file(FSDP), 2, "pftfv"),
         (OFFLOADED, 2, "tfpf"),
-        (TP_FILE, 2, "vfvtpf"),
         (HSDP, 4, "pvf"),
         (FSDP_TP, 4, "vftpf"),
         (CP, 2, "vftpf"),
-        (FSDP_CP, 4, "tpf"),
         (one_file(FSDP_TP), 4, "tpf"),
     ],
-    ids=["ddp", "fsdp", "fsdp-file", "offloaded", "tp-file", "hsdp", "fsdp-tp", "cp", "fsdp-cp", "fsdp-tp-file"],
+    ids=["ddp", "fsdp", "fsdp-file", "offloaded", "hsdp", "fsdp-tp", "cp", "fsdp-tp-file"],
 )
 def test_any_order(pool: WorkerPool, tmp_path: Path, strategy: Spec, world: int, order: str) -> None:
     # Lightning#18971; pytorch#149205: an evaluation first must not leave the optimizer with old parameters.
