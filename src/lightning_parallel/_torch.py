@@ -78,7 +78,6 @@ __all__ = [
     "default_generator",
     "fake_mode",
     "flatten_mesh",
-    "function_modes",
     "has_kernel",
     "install_rng_tracker",
     "is_in_backward",
@@ -257,14 +256,6 @@ def operation_counter(see: Callable[[str, int | None, dict[str, Any]], None]) ->
 def is_in_backward() -> bool:
     """Whether a backward runs on this thread: what computes with gradients on in there is a recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def function_modes() -> list[Any]:
-    """The modes that see calls of torch's functions now, outermost first: a recomputation has to enter them again."""
-    from torch.overrides import _get_current_function_mode_stack
-
-    modes: list[Any] = _get_current_function_mode_stack()
-    return modes
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:

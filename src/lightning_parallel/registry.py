@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -17,19 +18,14 @@ _NAMES = {
 }
 
 
-class _Maker:
-    """Makes a strategy, which is loaded then."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __call__(self, **arguments: Any) -> Strategy:
-        strategy: Strategy = getattr(import_module("lightning_parallel.strategies"), self.__name__)(**arguments)
-        return strategy
+def _make(name: str, **arguments: Any) -> Strategy:
+    """A strategy, which is loaded now."""
+    strategy: Strategy = getattr(import_module("lightning_parallel.strategies"), name)(**arguments)
+    return strategy
 
 
 def register() -> None:
     """Make the names known."""
     for name, strategy in _NAMES.items():
         if name not in StrategyRegistry:
-            StrategyRegistry.register(name, _Maker(strategy), description=f"lightning_parallel.{strategy}")
+            StrategyRegistry.register(name, partial(_make, strategy), description=f"lightning_parallel.{strategy}")

@@ -211,6 +211,34 @@ def test_a_second_fit_wraps_each_block_once() -> None:
     assert "forward" not in vars(module.model.h[0])
 
 
+@pytest.mark.parametrize("strategy", [None, FSDP], ids=["one device", "fsdp"])
+def test_another_module_is_measured_and_planned_anew(pool: WorkerPool, strategy: Spec | None) -> None:
+    pool.run(fit_two, strategy, world=1 if strategy is None else 2)
+
+
+def fit_two(strategy: Spec | None) -> None:
+    callback = ActivationCheckpointing("budget", budget=0.7)
+    plans = []
+    for layers in (2, 3):
+        make_trainer(strategy, callback, limit_val_batches=0).fit(NanoGPT(layers=layers), datamodule=Data())
+        plans.append(callback._checkpointing.plan)
+    assert [plan and len(plan.kept) for plan in plans] == [2, 3]
+
+
+def test_the_frontier_is_shown(tmp_path: Path) -> None:
+    callback = ActivationCheckpointing()
+    with pytest.raises(ParallelConfigError, match="No checkpointed block has run"):
+        callback.table()
+    make_trainer(None, callback, limit_val_batches=0).fit(NanoGPT(layers=4), datamodule=Data())
+    rows = callback.table().splitlines()
+    assert rows[0].split() == ["peak", "bytes", "extra", "seconds", "extra", "FLOPs"]
+    assert [int(row.split()[0].replace(",", "")) for row in rows[1:]] == [plan.peak for plan in callback.frontier]
+    assert callback.frontier[-1].seconds == 0
+    pytest.importorskip("matplotlib", reason="pictures are matplotlib's")
+    callback.save_plot(tmp_path / "frontier.svg")
+    assert "activations in the blocks" in (tmp_path / "frontier.svg").read_text()
+
+
 def reported(strategy: Spec | None, options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """What was said, and what is known on this rank."""
     seen: list[str] = []
@@ -333,6 +361,10 @@ def test_hfu_counts_what_is_recomputed(pool: WorkerPool, strategy: Spec | None, 
     for with_it, hardware in pool.run(measured, strategy, {"policy": "selective"}, first, world=world):
         assert with_it == pytest.approx(mfu, rel=1e-6)
         assert hardware == pytest.approx(hfu, rel=1e-6)
+    # The first of three batches recomputes everything; then there is room for all.
+    for with_it, hardware in pool.run(measured, strategy, {"policy": "budget", "budget": 1.0}, first, world=world):
+        assert with_it == pytest.approx(mfu, rel=1e-6)
+        assert hardware - hfu == pytest.approx(forward / 3, rel=1e-6)
 
 
 def test_a_hugging_face_model_with_both(pool: WorkerPool) -> None:

@@ -94,10 +94,7 @@ def broken_training(training: Training) -> Record:
 
 
 def test_parity_sees_documents_that_are_not_exchanged(pool: WorkerPool) -> None:
-    training = Training(
-        model=PackedLlama, model_kwargs={}, strategy=None, steps=2, batch=4, seq=sum(DOCUMENTS), accumulate=1,
-        clip_val=None, clip_algorithm="norm", precision="32-true", trainer_kwargs={},
-    )  # fmt: skip
+    training = Training(model=PackedLlama, steps=2, batch=4, seq=sum(DOCUMENTS))
     [reference] = pool.run_once(train, training, world=1)
     ranks = pool.run(broken_training, replace(training, strategy=("ContextParallel", {})), world=2)
     with pytest.raises(AssertionError, match="loss"):

@@ -65,7 +65,6 @@ class ActivationCheckpointing(pl.Callback):
             offload=(offload,) if isinstance(offload, str) else tuple(offload),
         )
         self._checkpointing = Checkpointing(self.policy)
-        self._is_done = False
         self._state_before = 0
 
     @override
@@ -106,7 +105,7 @@ class ActivationCheckpointing(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not self._is_done:
+        if self._checkpointing.ledger.is_watched:
             self._checkpointing.ledger.begin()
             if self.policy.budget == "fit":
                 forget_peak_memory(trainer.strategy.root_device)
@@ -117,7 +116,7 @@ class ActivationCheckpointing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         checkpointing = self._checkpointing
-        if self._is_done:
+        if not checkpointing.ledger.is_watched:
             return
         if self.policy.kind == "budget" and checkpointing.plan is None:
             if self.policy.budget != "fit":
@@ -125,7 +124,6 @@ class ActivationCheckpointing(pl.Callback):
             elif trainer.global_step:  # there is an optimizer's state by now
                 checkpointing.solve(self._room(trainer))
             return
-        self._is_done = True
         checkpointing.ledger.is_watched = False
         if checkpointing.ledger.profiles:
             rank_zero_info(self.report())

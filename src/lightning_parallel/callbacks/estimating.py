@@ -33,7 +33,8 @@ from lightning_parallel.flops.formulas import (
     transformer_sizes,
 )
 from lightning_parallel.flops.operations import Causal
-from lightning_parallel.schemes.checkpointing.apply import checkpointing_of, take_out
+from lightning_parallel.schemes.checkpointing.apply import Checkpointing, checkpointing_of, take_out
+from lightning_parallel.schemes.checkpointing.budget import Plan
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class Estimator:
         self._by_parameters = False
         self._said: set[str] = set()
         self._state: tuple[Any, ...] = ()
+        self._checkpointing: Checkpointing | None = None
+        self._plan: Plan | None = None
         self._real: tuple[ExitStack, FlopCounter, Extent] | None = None
 
     def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -108,12 +111,18 @@ class Estimator:
     def _is_full(self) -> bool:
         return len(self._known) >= _MOST_SHAPES
 
+    @property
+    def has_another_plan(self) -> bool:
+        """Whether a memory budget has been solved since ``refresh``."""
+        return self._checkpointing is not None and self._checkpointing.plan is not self._plan
+
     def refresh(self, module: nn.Module) -> None:
         """Count anew where another part is frozen, or checkpointed, than when it was counted."""
-        checkpointing = checkpointing_of(module)
+        checkpointing = self._checkpointing = checkpointing_of(module)
+        self._plan = checkpointing.plan if checkpointing is not None else None
         state = (
             checkpointing,
-            checkpointing and checkpointing.plan,
+            self._plan,
             *(parameter.requires_grad for parameter in module.parameters()),
             *(name for name, child in module.named_modules() if is_checkpointed(child)),
         )

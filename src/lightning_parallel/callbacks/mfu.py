@@ -149,6 +149,8 @@ class MFUMonitor(Callback):
         assert meter is not None
         meter.begin()
         estimator.unwatch(keep=False)  # of a batch that was skipped
+        if estimator.has_another_plan:
+            estimator.refresh(pl_module)
         at = self._extent = measure_batch(batch, self._lengths, fill=self._fill)
         if self._fleet is not None and estimator.knows(at):
             return

@@ -40,7 +40,6 @@ class Checkpointing:
         ledger: What they hold.
         offloads: What they hold in host memory.
         plan: Under ``"budget"``, once it is solved. Until then all is recomputed, which is measured.
-        measures: Blocks are measured when they are called first.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -49,7 +48,6 @@ class Checkpointing:
         self.ledger = Ledger()
         self.offloads = Offloads()
         self.plan: Plan | None = None
-        self.measures = True
         self._forwards: list[Checkpointed] = []
         self._chosen: list[str] = []
         self._module: weakref.ref[nn.Module] | None = None
@@ -88,7 +86,7 @@ class Checkpointing:
     def put_into_copy(self, copy: nn.Module) -> Checkpointing:
         """The same policy and plan in a whole copy of the module, which is not measured."""
         twin = Checkpointing(self.policy)
-        twin.plan, twin.measures = self.plan, False
+        twin.plan, twin.ledger.is_watched = self.plan, False
         twin._put_into(copy, self._chosen)
         twin.put_back()
         return twin
@@ -183,6 +181,20 @@ class Checkpointing:
         whole = self.plan.whole if self.plan is not None else frozenset[str]()
         return (model.peak(kept, whole), *model.extra(kept, whole))
 
+    def compiled_contexts(self) -> Callable[[], Any] | None:
+        """For ``torch.compile``: torch's own contexts, from a plain function, or the graph would break there."""
+        kept = self._operations
+        if not kept:
+            return None
+
+        def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> bool:
+            return packet_of(func) in kept
+
+        def contexts() -> Any:
+            return create_selective_checkpoint_contexts(policy)
+
+        return contexts
+
     def _is_kept(self, key: Key) -> bool:
         return packet_of(key[0]) in self._operations or self.is_offloaded(key)
 
@@ -200,6 +212,7 @@ class Checkpointed:
         self.block, self.name, self.owner = block, name, owner
         self._inner: Callable[..., Any] | None = None
         self._buffers = ChangingBuffers(block)
+        self._contexts = owner.compiled_contexts()
 
     def install(self) -> None:
         """Take the place, of another one too."""
@@ -224,10 +237,9 @@ class Checkpointed:
         """The forward, its inner values kept as the policy says."""
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
-        decide = self.owner.decide(self.name)
         if torch.compiler.is_compiling():
-            if decide is not None:
-                kwargs["context_fn"] = partial(compiled_contexts, decide)
+            if self._contexts is not None:
+                kwargs["context_fn"] = self._contexts
             return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -242,7 +254,7 @@ class Checkpointed:
         self._look(call, leaves)
         if self.owner.is_whole(self.name):
             return self._run_whole(*args, **kwargs)
-        region = Region(self, decide, self.owner, tensors)
+        region = Region(self, self.owner, tensors)
         with region.offloading_inputs():
             return checkpoint(call, *leaves, use_reentrant=False, context_fn=region.contexts)
 
@@ -259,7 +271,7 @@ class Checkpointed:
     def _look(self, call: Callable[..., Any], leaves: list[Any]) -> None:
         """Measure the block at its first call."""
         ledger = self.owner.ledger
-        if not self.owner.measures or self.name in ledger.profiles or is_in_backward():
+        if not ledger.is_watched or self.name in ledger.profiles or is_in_backward():
             return
         buffers = {(id(m), n): b.detach() for m in self.block.modules() for n, b in m._buffers.items() if b is not None}
         with as_it_was(self.block, buffers):
@@ -275,15 +287,12 @@ class Region:
 
     Args:
         forward: Of the block.
-        decide: Which operations are kept.
         owner: Where it is noted.
         inputs: Tensors that the block is called with.
     """
 
-    def __init__(
-        self, forward: Checkpointed, decide: Decide | None, owner: Checkpointing, inputs: Sequence[Tensor]
-    ) -> None:
-        self._forward, self._decide, self._owner = forward, decide, owner
+    def __init__(self, forward: Checkpointed, owner: Checkpointing, inputs: Sequence[Tensor]) -> None:
+        self._forward, self._decide, self._owner = forward, owner.decide(forward.name), owner
         self._ledger = owner.ledger
         self._number = self._ledger.enter(self, forward.name)
         weakref.finalize(self, owner.offloads.leave, self._number).atexit = False
@@ -300,7 +309,7 @@ class Region:
         """Around the call: what is kept of the block's inputs."""
         if not self._owner.policy.offloads_inputs:
             return nullcontext()
-        return self._owner.offloads.inputs(self._number, lambda tensor: tensor.requires_grad)
+        return self._owner.offloads.inputs(self._number)
 
     def _move(self, key: Key) -> Move | None:
         return partial(self._owner.offloads.take, self._number) if self._owner.is_offloaded(key) else None
@@ -341,18 +350,6 @@ class _Again:
 
     def __exit__(self, *error: Any) -> Any:
         return self._entered.pop().__exit__(*error)
-
-
-def compiled_contexts(decide: Decide) -> Any:
-    """For ``torch.compile``, which takes torch's own contexts alone."""
-    counts: dict[Any, int] = {}
-
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> bool:
-        number = counts.get(func, 0)
-        counts[func] = number + 1
-        return decide((func, number))
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 def checkpointing_of(module: nn.Module) -> Checkpointing | None:

@@ -18,7 +18,7 @@ class Ledger:
         calls: Of each block since ``begin``.
         live: Regions of each block when those that waited would have held the most without checkpointing.
         peak: Bytes held at most since ``begin``.
-        is_watched: Somebody reads it.
+        is_watched: Somebody reads it: blocks are measured when they are called first.
     """
 
     def __init__(self) -> None:

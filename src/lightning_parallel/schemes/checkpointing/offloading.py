@@ -7,7 +7,7 @@ the region before it, which backward comes to next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,19 +125,19 @@ class Offloads:
 
     def is_computed_again(self, region: int) -> None:
         """Fetch what the region before it will need."""
-        before = max((other for other in self._waiting if other < region), default=None)
-        for moved in self._waiting.get(before, ()) if before is not None else ():
+        before = max((other for other in self._waiting if other < region), default=0)  # regions count from 1
+        for moved in self._waiting.get(before, ()):
             moved.fetch()
 
     def leave(self, region: int) -> None:
         """Autograd lets go of a region."""
         self.bytes -= sum(moved.bytes for moved in self._waiting.pop(region, ()))
 
-    def inputs(self, region: int, wanted: Callable[[Tensor], bool]) -> saved_tensors_hooks:
-        """Around the checkpointed call of a region: what it saves of its arguments waits in host memory."""
+    def inputs(self, region: int) -> saved_tensors_hooks:
+        """Around the checkpointed call of a region: arguments that need a gradient wait in host memory."""
 
         def pack(tensor: Tensor) -> Any:
-            return self.take(region, tensor) if wanted(tensor) else tensor
+            return self.take(region, tensor) if tensor.requires_grad else tensor
 
         def unpack(packed: Any) -> Tensor:
             return packed.get() if isinstance(packed, OnHost) else packed

@@ -90,7 +90,7 @@ class Policy:
         where = (
             f" of {', '.join(m if isinstance(m, str) else m.__name__ for m in self.modules)}" if self.modules else ""
         )
-        return f"{name}{where}{f', each {self.every}th' if self.every > 1 else ''}"
+        return f"{name}{where}{f', every={self.every}' if self.every > 1 else ''}"
 
 
 def resolve(operations: Iterable[Operation]) -> frozenset[Any]:

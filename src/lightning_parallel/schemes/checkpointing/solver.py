@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
+from operator import mul
 
 from lightning_parallel.errors import ParallelConfigError
 
@@ -161,7 +162,7 @@ def _exact(kinds: _Kinds, limits: Sequence[int]) -> list[int] | None:
     if result.status != 0 or result.x is None:
         return None
     counts = [round(x) for x in result.x]
-    fits = all(sum(map(_times, row, counts)) <= top for row, top in zip(rows, tops, strict=True))
+    fits = all(sum(map(mul, row, counts)) <= top for row, top in zip(rows, tops, strict=True))
     return counts if fits else None
 
 
@@ -176,11 +177,8 @@ def _greedy(kinds: _Kinds, limits: Sequence[int]) -> list[int]:
     wholes = {rival[0] for rival in kinds.rivals if rival is not None}
     singles = [variable for variable in order if variable not in wholes]
     first = [[*(v for v in order if v in wholes), *singles], singles, order, *([variable] for variable in order)]
-    return max((_fill(kinds, limits, variables) for variables in first), key=_saved_by(kinds), default=[])
-
-
-def _saved_by(kinds: _Kinds) -> Callable[[list[int]], float]:
-    return lambda counts: sum(item.seconds * count for item, count in zip(kinds.items, counts, strict=True))
+    seconds = [item.seconds for item in kinds.items]
+    return max((_fill(kinds, limits, variables) for variables in first), key=lambda n: sum(map(mul, seconds, n)))
 
 
 def _fill(kinds: _Kinds, limits: Sequence[int], order: Sequence[int]) -> list[int]:
@@ -199,7 +197,3 @@ def _fill(kinds: _Kinds, limits: Sequence[int], order: Sequence[int]) -> list[in
 
 def _share(size: int, limit: int) -> float:
     return size / limit if limit else float(size > 0) * 1e30
-
-
-def _times(size: int, count: int) -> int:
-    return size * count

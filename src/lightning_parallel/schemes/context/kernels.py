@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -302,18 +303,8 @@ def _math_backward(
     return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad
 
 
-def _exact_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _math_backward(grad, q.double(), k, v, out, lse, bias, causal, scale)
+def _exact_backward(grad: Tensor, q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _math_backward(grad, q.double(), *others)
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
